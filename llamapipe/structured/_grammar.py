@@ -1,11 +1,11 @@
-"""Writes the parts of a JSON schema that llguidance's own compiler of schemas cannot follow exactly, as Lark.
+"""Writes as Lark the parts of a JSON schema that llguidance's own schema compiler cannot follow exactly.
 
-llguidance reads numbers as doubles, so integers beyond 2**53 would silently become others; it has no ``uniqueItems``,
-no ``contains`` and no look-around in patterns. Only such parts, and the parts around them, are written here. All others
-become ``%json`` elements of the grammar, which llguidance's compiler reads.
+llguidance reads numbers as doubles, so integers beyond 2**53 would silently change. It does not support
+``uniqueItems``, ``contains`` or look-around in patterns. Only the parts that need these, and the parts around them, are
+written here. All others become ``%json`` elements of the grammar, which llguidance's compiler reads.
 
-``patterns`` writes patterns with look-ahead as Lark. The regular expressions of numbers within bounds are exact for
-any count of digits.
+``patterns`` writes patterns with look-ahead as Lark. The regular expressions for numbers within bounds are exact for
+any number of digits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llamapipe.structured.schema import COUNTED, SPACE, WHITESPACE, subschemas, 
 
 
 def integer_range(low: int | None, high: int | None) -> str:
-    """Return a regular expression of the integers from ``low`` to ``high``, both included; None: without a bound."""
+    """Return a regular expression for the integers from ``low`` to ``high``, inclusive; None for no bound."""
     parts = []
     if low is None or low < 0:
         parts.append(
@@ -52,9 +52,9 @@ _FRACTION = r"(?:\.[0-9]+)?"
 
 
 def number_bound(bound: Fraction, keyword: str) -> str:
-    """Return a regular expression of the decimal numbers, without exponents, that one bound allows.
+    """Return a regular expression for the decimal numbers, without exponents, that one bound allows.
 
-    ``bound`` has finitely many digits. ``keyword``: ``minimum``, ``maximum``, ``exclusiveMinimum`` or
+    ``bound`` must have finitely many digits. ``keyword``: ``minimum``, ``maximum``, ``exclusiveMinimum`` or
     ``exclusiveMaximum``.
     """
     is_exclusive = keyword.startswith("exclusive")
@@ -72,7 +72,7 @@ def number_bound(bound: Fraction, keyword: str) -> str:
 
 
 def _digits(size: Fraction) -> tuple[int, str]:
-    """Return the whole part, and the digits after the point."""
+    """Return the whole part and the digits after the decimal point."""
     whole, rest = divmod(size, 1)
     digits = ""
     while rest:
@@ -82,7 +82,7 @@ def _digits(size: Fraction) -> tuple[int, str]:
 
 
 def _far_from(size: Fraction, is_exclusive: bool) -> str:
-    """Return an expression of numbers of at least ``size``, or of more than it."""
+    """Return an expression for numbers of at least ``size``, or above it if exclusive."""
     whole, digits = _digits(size)
     above = r"[0-9]*[1-9][0-9]*" if is_exclusive else "[0-9]*"
     parts = [f"(?:{_natural_range(whole + 1, None)}){_FRACTION}"]
@@ -97,7 +97,7 @@ def _far_from(size: Fraction, is_exclusive: bool) -> str:
 
 
 def _up_to(size: Fraction, is_exclusive: bool) -> str:
-    """Return an expression of numbers from 0 up to ``size``, or below it."""
+    """Return an expression for numbers from 0 up to ``size``, or below it if exclusive."""
     whole, digits = _digits(size)
     parts = [] if whole == 0 else [f"(?:{integer_range(0, whole - 1)}){_FRACTION}"]
     if not digits:
@@ -156,10 +156,10 @@ _NAME = rf'/"{CHARACTER}*"/'  # any string of JSON
 
 
 class SchemaGrammar:
-    """A schema as a Lark grammar, where llguidance's compiler would not follow it exactly.
+    """A schema as a Lark grammar, for schemas that llguidance's compiler would not follow exactly.
 
     ``root``: a result of ``rewritten``. ``whitespace``: a key of ``WHITESPACE``. ``hard``: the pointers of the parts
-    that are written here.
+    that this class writes.
     """
 
     def __init__(self, root: Node, whitespace: str) -> None:
@@ -176,11 +176,11 @@ class SchemaGrammar:
 
     @property
     def is_needed(self) -> bool:
-        """True if a part of the schema must be written here."""
+        """True if this class must write a part of the schema."""
         return "#" in self.hard
 
     def text(self) -> str:
-        """Return the grammar. Raises InvalidRequestError, with keyword and pointer, for what cannot be written."""
+        """Return the grammar. Raises InvalidRequestError, with keyword and pointer, if it cannot be written."""
         start = self._rule("#")
         options = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACE}/\n'
         head = options if self._whitespace == "flexible" else ""
@@ -188,7 +188,7 @@ class SchemaGrammar:
 
     # ---- which parts are written here
     def _find_hard(self) -> set[str]:
-        """Return the pointers of parts that are hard themselves, and of all that contain or refer to them."""
+        """Return the pointers of hard parts, and of all parts that contain or refer to them."""
         users: dict[str, list[str]] = {}
         for pointer, part in self._parts.items():
             parent = pointer
@@ -225,7 +225,7 @@ class SchemaGrammar:
 
     # ---- rules
     def _rule(self, pointer: str) -> str:
-        """Return the rule of a part; it is written once."""
+        """Return the rule of a part, which is written once."""
         if pointer in self._names:
             return self._names[pointer]
         part = self._parts[pointer]
@@ -320,7 +320,7 @@ class SchemaGrammar:
             )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
-        """Treat ``oneOf`` as ``anyOf``: ``_logic`` has made its schemas exclusive."""
+        """Write the alternatives. Treat ``oneOf`` as ``anyOf``, because ``_logic`` has made its schemas exclusive."""
         options = node[keyword]
         elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
         return " | ".join(element for element in elements if element is not None) or self._nothing(
@@ -389,7 +389,7 @@ class SchemaGrammar:
         return self._terminal(" & ".join(texts))
 
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
-        """Return the keywords of bounds with their values."""
+        """Return the keywords for bounds with their values."""
         bounds = []
         for name in BOUNDS:
             bound = node.get(name)
@@ -468,17 +468,17 @@ class SchemaGrammar:
         return f'"[" {rest} "]"'
 
     def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
-        """Write ``low`` to ``high`` items with commas between them, and before the first if items precede."""
+        """Write ``low`` to ``high`` items with commas between them; if items precede, also before the first."""
         if is_after:
             return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
         tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
         return f"({item} {tail})" + ("" if low else "?")
 
     def _counted(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """Write an automaton whose state is a number of items and how many of them ``contains`` counts.
+        """Write an automaton whose state is the number of items and the number that ``contains`` counts.
 
-        Each number is counted up to a bound. A rule holds the texts that lead to its state. It begins with the rule of
-        the state before, so the parser's work for an item does not grow with the array.
+        Both numbers are counted up to a bound. A rule matches the texts that lead to its state. It begins with the
+        previous state's rule, so the parser's work for an item does not grow with the array.
         """
         first, counted = node.get("prefixItems", []), node[COUNTED]
         fewest, n_max = node.get("minContains", 1), node.get("maxContains")
@@ -489,7 +489,7 @@ class SchemaGrammar:
             return self._element(f"{pointer}/{place}", schema)
 
         def items(i: int, n: int) -> list[tuple[int, str]]:
-            """Return, for the item at ``i`` after ``n`` counted ones, the new counts, each with its element."""
+            """Return the possible counts after the item at ``i``, with ``n`` counted before it, and their elements."""
             at = str(i) if i < len(first) else "rest"
             place, schema = (
                 (f"prefixItems/{i}", first[i]) if i < len(first) else ("items", node.get("items", True))
@@ -522,7 +522,7 @@ class SchemaGrammar:
         return f'"[" ({" | ".join(ends)}) "]"'
 
     def _unique(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """Write each value at most once, in any order: the rule's parameter holds a bit for each value written."""
+        """Write each value at most once, in any order. The rule's parameter has a bit for each value written."""
         values = listed_values(self.root, node["items"])
         assert values is not None
         item = target(self.root, node["items"])
@@ -599,7 +599,7 @@ class SchemaGrammar:
         return '"{" ' + self._members(pointer, fields) + ' "}"'
 
     def _members(self, pointer: str, fields: Sequence[tuple[str, bool]]) -> str:
-        """Write the members in their order, each optional one with or without: rules in number linear in theirs."""
+        """Write the members in order, with or without each optional one. The number of rules is linear in theirs."""
         after = first = '""'
         for field, is_required in reversed(fields):
             member = self._new_rule(pointer, field)
@@ -651,7 +651,7 @@ def _is_inexact(part: Node) -> bool:
 
 
 def _bound_leaks(part: Node) -> bool:
-    """Return whether llguidance (1.9.1) would accept an exclusive bound, such as 7 for "above 7, at most 7.5"."""
+    """Return whether llguidance (1.9.1) would accept an excluded bound, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Any] = []
     whole = False
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -681,7 +681,7 @@ def _has_large(value: Any) -> bool:
 
 
 def _fraction(value: Any) -> Fraction | None:
-    """Return the number as it is written in JSON, which a double may not hold exactly."""
+    """Return a number exactly as JSON writes it, even if a double cannot hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
@@ -696,7 +696,7 @@ def _kind(value: Any) -> str:
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """Return whether a listed value has the type and the bounds that stand beside the list."""
+    """Return whether a listed value has the type and is within the bounds that accompany the list."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     number = _fraction(value)

@@ -1,7 +1,7 @@
-"""The state of one request in its grammar: which tokens are allowed next; and the vocabulary as llguidance needs it.
+"""Follows a request through its grammar to find the allowed tokens, and prepares vocabularies for llguidance.
 
-llguidance is an optional dependency, imported here only, when the first grammar is compiled. It reports errors as a
-state of its matcher. Every call here turns such a state into DecodeError, which fails this request only.
+llguidance is an optional dependency. Only this module imports it, when the first grammar is compiled. It reports errors
+as a state of its matcher. Every call here converts such a state to DecodeError, which fails only this request.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def llguidance(field: str) -> Any:
 
 
 class GrammarTokenizer:
-    """The tokens of a vocabulary for matchers, and masks of its end-of-generation tokens.
+    """The tokens of a vocabulary in the form for matchers, and masks of its end-of-generation tokens.
 
     llguidance sees one more token than the vocabulary has: an end token with the id ``n_vocab``. Where a grammar allows
-    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can
-    also end with a vocabulary that has no such token.
+    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can end even if the vocabulary
+    has no end-of-generation token.
 
     - ``native``: the ``LLTokenizer``. It refers to the vocabulary weakly, so a cache keyed by vocabularies may hold it.
     - ``eog``: uint32 ``(n_words,)``, the bits of end-of-generation tokens. ``not_eog``: the bits of all other tokens.
 
-    Immutable; any thread. Building takes a Python call and a copy per token: 0.6 s for 152,000 tokens.
+    Immutable; any thread. Building it takes a Python call and a copy per token: 0.6 s for 152,000 tokens.
     """
 
     def __init__(self, vocab: Vocab, field: str = "a grammar") -> None:
@@ -68,7 +68,7 @@ class GrammarTokenizer:
         return f"<GrammarTokenizer n_vocab={self.n_vocab}>"
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Return the tokens that a text in the middle of another one usually has. Empty if these bytes have none."""
+        """Return the tokens that a text usually has inside a longer text; empty if no tokens have these bytes."""
         try:
             decoded = text.decode()
         except UnicodeDecodeError:
@@ -91,8 +91,8 @@ def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
     """Return the bytes of every token, and the ids of special tokens, which never represent text.
 
     The bytes of a control token are its name, by which a Lark grammar can ask for it (``<|end|>``). End-of-generation
-    tokens are special even if they have text, because one inside a string would end the request there. Tokens without
-    text and name (unused ids, padding) have no bytes, and no grammar allows them.
+    tokens are special even if they have text, because such a token inside a string would end the request there. Tokens
+    with neither text nor name (unused ids, padding) have no bytes, and no grammar allows them.
     """
     tokens = [vocab.piece(t) for t in range(vocab.n_vocab)]
     special = set(vocab.eog_tokens)
@@ -115,9 +115,9 @@ class _Source:
         self._vocab = weakref.ref(vocab)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of ``text``. TypeError for bytes makes llguidance pass valid UTF-8 as str only.
+        """Return the token ids of ``text``. For bytes, TypeError makes llguidance pass valid UTF-8 as a str.
 
-        Masks do not depend on it: grammars are compiled with ``no_forcing``.
+        Masks do not depend on the result, because grammars are compiled with ``no_forcing``.
         """
         if not isinstance(text, str):
             raise TypeError("text must be str")
@@ -148,7 +148,8 @@ class Guide:
     microseconds. ``mask`` returns the result. Use a guide from one thread at a time; the thread may change.
 
     End-of-generation tokens are allowed only when the output so far is a complete match of the grammar. If no other
-    token is allowed, ``finished`` is true and the request should end: a vocabulary may have no end-of-generation token.
+    token is allowed, ``finished`` is true and the request should end, because a vocabulary may have no
+    end-of-generation token.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Guide:
         other: Callable[[], Any] | None = None,
         on_exhausted: Callable[[], object] = int,
     ) -> None:
-        """``start``: a matcher at the beginning of the grammar, which is copied. ``other``: returns a second one.
+        """``start``: a matcher at the grammar's beginning, which is copied. ``other``: returns a second matcher.
 
         ``on_exhausted`` is called when the lexer reaches its limit. All copies of a matcher share the lexer.
         """
@@ -194,7 +195,7 @@ class Guide:
 
     # ---- the next token
     def prepare(self) -> None:
-        """Compute the mask of the next token, unless it is computed already.
+        """Compute the mask of the next token, unless this has been done.
 
         Raises ConstraintError if the grammar allows no token here or exceeds llguidance's limits.
         """
@@ -237,13 +238,13 @@ class Guide:
 
     @property
     def finished(self) -> bool:
-        """True if only the end of generation may follow. Raises as ``prepare`` does."""
+        """True if nothing but the end of generation may follow. Raises as ``prepare`` does."""
         if not self._ended:
             self.prepare()
         return self._finished or self._ended
 
     def accept(self, token: int) -> None:
-        """Append a token to the output. Raises DecodeError, without a change, if the grammar does not allow it."""
+        """Append a token to the output. If the grammar forbids it, raises DecodeError and changes nothing."""
         matcher = self._open()
         if len(self._tokens) - self._n_at_mask >= _MOST_WITHOUT_MASK:
             self.prepare()
@@ -277,9 +278,9 @@ class Guide:
 
     # ---- looking ahead
     def forced(self, n: int) -> list[int]:
-        """Return at most ``n`` tokens of the text that every continuation has. Computes no mask; accepts nothing.
+        """Return up to ``n`` tokens of the text with which all continuations begin, without masks or accepting them.
 
-        The text is certain, its tokens are the usual ones: ``mask`` also allows others.
+        The text is certain. The tokens are its usual ones, but ``mask`` also allows others.
         """
         self._open()
         if self._ended or self._other is None:
@@ -310,9 +311,9 @@ class Guide:
         self._ahead, self._forced = None, (0, [])
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the mask after each of these tokens but the first ``n_known``, up to one that is not allowed.
+        """Yield the mask after each of these tokens except the first ``n_known``, up to one that is not allowed.
 
-        A mask without words: the text is finished. Nothing is accepted.
+        A mask without words means that the text is finished. Nothing is accepted.
         """
         # A dead end, or a limit: the request meets it when it gets there.
         with (
@@ -326,9 +327,9 @@ class Guide:
                     yield mask[:0] if ahead.finished else mask.copy()
 
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
-        """Count how many of these tokens may follow, one after the other, as far as ``limit_s`` seconds suffice.
+        """Count how many of these tokens may follow in sequence, within at most ``limit_s`` seconds.
 
-        Nothing is accepted, and no mask is computed: an allowed token takes a few microseconds in most grammars.
+        Nothing is accepted, and no mask is computed. In most grammars, an allowed token takes a few microseconds.
         """
         n, until_s = 0, perf_counter() + limit_s
         with (
@@ -394,7 +395,7 @@ class Guide:
 
 
 def message_of(matcher: Any) -> str:
-    """Return the message of a matcher's error, in llguidance's words and without its internal state."""
+    """Return a matcher's error message in llguidance's words, without its internal state."""
     text: str = matcher.get_error()
     for mark in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "\n<grammar>"):
         text = text.partition(mark)[0]

@@ -1,12 +1,12 @@
-"""Rewrites the keywords of a JSON schema that combine or deny schemas into those that a grammar can follow.
+"""Rewrites JSON schema keywords that combine or negate schemas as keywords that a grammar can follow.
 
 A grammar can express "one of these" and "all of these", but not "not this". So ``not``, ``if``, overlapping schemas of
-``oneOf``, and keywords that depend on the presence of properties become alternatives. A denied ``required`` becomes
-forbidden properties, and a denied ``enum`` becomes the other values. The principle: the result never allows less than
+``oneOf``, and keywords that depend on the presence of properties become alternatives. A negated ``required`` becomes
+forbidden properties, and a negated ``enum`` becomes all other values. The principle: the result never allows less than
 the schema. If it allows more, a warning names the keyword and its place.
 
-Alternatives multiply. Their number, their text and the comparisons are bounded. Beyond a bound the keyword allows more,
-with the warning.
+Alternatives multiply, so their number, their text and the comparisons of them are bounded. Beyond a bound, the keyword
+allows more, with the warning.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def without_logic(
 ) -> tuple[Node, list[str]]:
     """Return a copy that a grammar can express, and a warning for each keyword that allows more than the schema.
 
-    ``counts_items``: ``contains`` stays, with ``COUNTED`` beside it, where ``SchemaGrammar`` can count the items.
+    ``counts_items``: ``contains`` stays, and ``COUNTED`` is added, where ``SchemaGrammar`` can count the items.
 
-    ``oneOf`` stays and means ``anyOf``: its schemas have become exclusive, or there is a warning. Raises
+    ``oneOf`` stays and means ``anyOf``, because its schemas have become exclusive; otherwise there is a warning. Raises
     InvalidRequestError, with keyword and pointer, if no value satisfies a keyword.
     """
     return _Rewriter(_with_definitions(schema), max_ways, counts_items).rewritten()
@@ -82,7 +82,7 @@ _NO_URI = re.compile(r"[^!#-;=?-\[\]_a-z~]|%(?![0-9A-Fa-f]{2})|^(?![A-Za-z][A-Za
 
 
 def _with_definitions(schema: Node) -> Node:
-    """Return the schema with every target of ``$ref`` in ``$defs`` or another subschema.
+    """Return the schema with every target of a ``$ref`` inside ``$defs`` or another subschema.
 
     Invalid identifiers are removed. A reference may name any place of the document. Targets outside subschemas are
     copied to ``$defs``.
@@ -130,7 +130,7 @@ def _with_definitions(schema: Node) -> Node:
 def _with_nulls(schema: Node) -> Node:
     """Return the schema without ``nullable`` of OpenAPI 3.0.
 
-    JSON Schema does not know it, so null is allowed in addition.
+    JSON Schema does not have this keyword; null becomes an additional alternative.
     """
     if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
         return schema
@@ -150,9 +150,9 @@ _DYNAMIC = {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"
 
 
 def _without_dynamic(schema: Node) -> Node:
-    """Return the schema with plain references for dynamic ones.
+    """Return the schema with plain references in place of dynamic ones.
 
-    They mean the same if only one schema has the anchor.
+    Both mean the same if only one schema has the anchor.
     """
     parts = list(subschemas(schema, logic=True))
     if not any(part.keys() & _DYNAMIC for _, part in parts):
@@ -307,7 +307,7 @@ class _Rewriter:
         return out
 
     def _evaluated(self, node: Node, pointer: str) -> Node:
-        """Write ``unevaluatedProperties`` and ``unevaluatedItems`` as other keywords of members and items.
+        """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` by other keywords of members and items.
 
         Members and items that a subschema evaluates only for some values are allowed for all.
         """
@@ -356,7 +356,7 @@ class _Rewriter:
         return out
 
     def _all_parts(self, node: Any) -> list[Node]:
-        """Return the schemas that may hold for a value of this one, including conditions and alternatives."""
+        """Return the schemas that may apply to a value of this one, including conditions and alternatives."""
         parts: list[Node] = []
         waiting = [node]
         while waiting and len(parts) < 500:
@@ -374,9 +374,9 @@ class _Rewriter:
         return parts
 
     def _clauses(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Iterator[tuple[str, Ways]]:
-        """Yield the keywords that are replaced, each with its alternatives.
+        """Yield the keywords to be replaced, each with its alternatives.
 
-        Warns of keywords that cannot be enforced.
+        Warns about keywords that cannot be enforced.
         """
         if "not" in node:
             ways, exact = self._denied(node["not"], around)
@@ -436,10 +436,11 @@ class _Rewriter:
             )
 
     def _counted(self, node: Node, pointer: str, within: tuple[Any, ...]) -> Node | None:
-        """Return ``contains`` with the schemas of the items that it counts, and of those that it does not.
+        """Return ``contains`` with the schemas of the items that it counts, and of the other items.
 
-        None where the items cannot be counted: beside keywords with which other schemas are combined, or with too many
-        positions and counts. The schemas may allow more than they should, never less, and so does the result.
+        Returns None if the items cannot be counted, because there are keywords that combine the schema with others, or
+        too many positions and counts. The schemas, and thus the result, may allow more than they should, but never
+        less.
         """
         least, most = int(node.get("minContains", 1)), node.get("maxContains")
         first, items = node.get("prefixItems", []), node.get("items", True)
@@ -482,7 +483,7 @@ class _Rewriter:
         return {"contains": node["contains"], **limits, COUNTED: counted}
 
     def _counts(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Ways | None:
-        """Return alternatives for ``minProperties`` and ``maxProperties``, by the listed members that are present."""
+        """Return alternatives for ``minProperties`` and ``maxProperties`` that say which listed members are present."""
         listed: dict[str, bool] = {}  # True if it may occur
         required: dict[str, None] = {}
         is_open = True
@@ -530,7 +531,7 @@ class _Rewriter:
     def _subsets(
         self, names: Sequence[str], sizes: Iterable[int], more: str, *, rest: bool = True, sign: str = "+"
     ) -> Ways | None:
-        """Return an alternative for each choice of names that are present; with ``rest``, the others are absent."""
+        """Return an alternative for each set of names that are present; with ``rest``, the others are absent."""
         sizes = list(sizes)
         if sum(math.comb(len(names), size) for size in sizes) > self._max_ways:
             return None
@@ -542,7 +543,7 @@ class _Rewriter:
 
     # ---- oneOf
     def _one_of(self, options: list[Any], pointer: str, around: tuple[Any, ...]) -> list[Any]:
-        """Return the schemas, each without the values that another allows; unchanged if these are unknown."""
+        """Return the schemas, each without the values that another allows; unchanged if the overlap is unknown."""
         out = [self._positive(option, f"{pointer}/oneOf/{i}", around) for i, option in enumerate(options)]
         self._place = pointer
         pairs = self._overlaps(options, around)
@@ -574,7 +575,7 @@ class _Rewriter:
         return out
 
     def _overlaps(self, options: list[Any], around: tuple[Any, ...]) -> list[tuple[int, int]] | None:
-        """Return pairs that may allow the same value; None if there are too many schemas."""
+        """Return the pairs of schemas that may allow the same value; None if there are too many schemas."""
         pairs = []
         values = [self._values_alone(option) for option in options]
         seen: dict[str, int] = {}
@@ -604,7 +605,7 @@ class _Rewriter:
 
     # ---- denied schemas
     def _denied(self, node: Any, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """Return the alternatives of values that a schema does not allow, and True if they allow exactly these."""
+        """Return alternatives that allow the values that a schema excludes, and whether they allow only these."""
         self._n_steps += 1
         if node is True or node == {}:
             return [], True
@@ -626,7 +627,7 @@ class _Rewriter:
             self._depth -= 1
 
     def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[tuple[Ways, bool]]:
-        """Yield alternatives as ``_denied`` returns them, for each keyword."""
+        """Yield the result of ``_denied`` for each keyword."""
         if "$ref" in node:
             target = self._target(node["$ref"])
             yield ([()], False) if target is None else self._denied(target[1], within)
@@ -670,7 +671,7 @@ class _Rewriter:
     def _denial(
         self, keyword: str, value: Any, node: Node, within: tuple[Any, ...]
     ) -> tuple[Ways, bool] | None:
-        """Return the alternatives of values that one keyword excludes; None if it excludes none alone."""
+        """Return alternatives for the values that one keyword excludes; None if it excludes none on its own."""
         is_object, is_array = _text({"type": "object"}), {"type": "array"}
         match keyword:
             case "required":
@@ -760,7 +761,7 @@ class _Rewriter:
         return ways, exact
 
     def _denied_others(self, node: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """Return alternatives with a member that is not listed, matches no pattern and violates its schema."""
+        """Return alternatives with an additional member, neither listed nor matched, that violates its schema."""
         schema = node["additionalProperties"]
         for whole in within:
             for part in self._parts(whole):
@@ -793,7 +794,7 @@ class _Rewriter:
         return [(_text({"type": "number", other[0] if is_exclusive else other[1]: value}),)], True
 
     def _denied_all(self, options: list[Any], within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        """Return the alternatives of values that none of the schemas allows."""
+        """Return alternatives for the values that none of the schemas allows."""
         ways: Ways = [()]
         exact = True
         for option in options:
@@ -848,7 +849,7 @@ class _Rewriter:
 
     # ---- alternatives
     def _literal(self, node: Any) -> str:
-        """Return a schema as a literal, with its keywords replaced."""
+        """Return a schema as a literal, with the keywords replaced."""
         entry = self._literals.get(id(node))
         if entry is None and (self._n_chars > _MAX_CHARS or id(node) in self._begun):
             self._warn(self._place, "allOf", "it takes too many alternatives")
@@ -863,7 +864,7 @@ class _Rewriter:
         return entry[1]
 
     def _product(self, ways: Ways, others: Ways, within: tuple[Any, ...]) -> Ways | None:
-        """Return the combinations of both lists; None if there are too many."""
+        """Return the combinations of two lists of alternatives; None if there are too many."""
         if len(ways) * len(others) > self._max_ways**2 or self._n_chars > _MAX_CHARS:
             return None
         both = [tuple(dict.fromkeys((*way, *other))) for way in ways for other in others]
@@ -916,7 +917,7 @@ class _Rewriter:
 
     # ---- common values of two schemas
     def _are_disjoint(self, these: Sequence[Any], those: Sequence[Any]) -> bool:
-        """Return whether certainly no value satisfies all of these schemas and all of those."""
+        """Return whether certainly no value satisfies all schemas of both groups."""
         key = (*map(id, these), 0, *map(id, those))
         known = self._known.get(key)
         if known is not None:
@@ -948,7 +949,7 @@ class _Rewriter:
         )
 
     def _parts_are_disjoint(self, first: Node, second: Node, kinds: frozenset[str]) -> bool:
-        """Return whether certainly no value of these kinds satisfies both."""
+        """Return whether certainly no value of these kinds satisfies both schemas."""
         pair = (id(first), id(second), kinds)
         entry = self._disjoint.get(pair)
         if entry is None:
@@ -1040,7 +1041,7 @@ class _Rewriter:
     def _allows(self, node: Any, value: Any) -> bool:
         """Return whether a schema certainly allows a value.
 
-        It tells for types and listed values, and for combinations of such.
+        Recognises types, listed values, and combinations of them.
         """
         if not isinstance(node, dict):
             return node is True
@@ -1059,9 +1060,9 @@ class _Rewriter:
         return True
 
     def _parts(self, node: Any) -> list[Node]:
-        """Return the schemas whose keywords all hold for a value of this one.
+        """Return the schemas whose keywords all apply to a value of this one.
 
-        References are followed, ``allOf`` is taken apart.
+        References are followed, and ``allOf`` is split up.
         """
         entry = self._flat.get(id(node))
         if entry is not None:
@@ -1105,7 +1106,7 @@ class _Rewriter:
         return entry[1]
 
     def _identities(self, part: Node, listed: list[Any]) -> frozenset[str]:
-        """Return what ``identity`` says of the values that a part lists."""
+        """Return the ``identity`` of each value that a part lists."""
         entry = self._listed.get(id(part))
         if entry is None:
             entry = self._listed[id(part)] = part, frozenset(map(identity, listed))
@@ -1145,7 +1146,7 @@ _OF_KIND: dict[str, frozenset[str]] = {
 
 
 def _without(node: Node, keyword: str = "") -> Node:
-    """Return the keywords that remain, without one."""
+    """Return the schema without one keyword."""
     return {key: value for key, value in node.items() if key not in _LOGIC and key != keyword}
 
 
@@ -1186,7 +1187,7 @@ def _schema_of_way(way: Way) -> Node:
 
 
 def _merged(node: Node, way: Way) -> Way:
-    """Write the only alternative into the schema itself. Return the parts that must stand beside it."""
+    """Write the only alternative into the schema itself. Return the parts that must remain separate."""
     left = []
     for literal in way:
         name = literal[1:]
@@ -1256,7 +1257,7 @@ def _no_count(first: Node, second: Node, least: str, most: str) -> bool:
 
 
 def _no_number(low: Node, high: Node) -> bool:
-    """Return whether the lower bound of one is above the upper bound of the other."""
+    """Return whether the lower bound of one range is above the upper bound of the other."""
     least, most = low.get("minimum"), high.get("maximum")
     above, below = low.get("exclusiveMinimum"), high.get("exclusiveMaximum")
     if isinstance(above, bool):  # draft 4
@@ -1285,7 +1286,7 @@ def _item(node: Node, i: int) -> Any:
 
 
 def _schemas_of(node: Node, name: str) -> list[Any]:
-    """Return the schemas that certainly hold for a member of this name."""
+    """Return the schemas that certainly apply to a member of this name."""
     if name in node.get("properties", {}):
         return [node["properties"][name]]
     if node.get("patternProperties") or "additionalProperties" not in node:
@@ -1294,7 +1295,7 @@ def _schemas_of(node: Node, name: str) -> list[Any]:
 
 
 def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]:
-    """Return all values of these kinds except some, as alternatives by type."""
+    """Return alternatives by type for all values of these kinds except the given ones."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:
         kind = _kind_of(value)
@@ -1324,7 +1325,7 @@ def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]
 
 
 def _other_numbers(values: list[Any], kind: str) -> Ways:
-    """Return the ranges of numbers between, below and above some numbers."""
+    """Return the ranges between, below and above the given numbers."""
     numbers = sorted({value for value in values if kind == "number" or _kind_of(value) == "integer"})
     if not numbers:
         return [(_text({"type": kind}),)]
@@ -1345,7 +1346,7 @@ def _other_numbers(values: list[Any], kind: str) -> Ways:
 def others_than(texts: Iterable[str]) -> str | None:
     """Return a regular expression for all strings except these; None if it would be too long.
 
-    Any other string leaves the trie of these strings: at some node it ends, or has another character.
+    Any other string leaves the trie of these strings: at some node, it ends or has another character.
     """
     ends = set(texts)
     following: dict[str, set[str]] = {"": set()}  # the characters that follow each beginning
@@ -1369,5 +1370,5 @@ def others_than(texts: Iterable[str]) -> str | None:
 
 
 def _escaped(character: str) -> str:
-    """Escape a character for a class of a regular expression."""
+    """Escape a character for a character class of a regular expression."""
     return f"\\{character}" if character in "\\]^[-&~" else character

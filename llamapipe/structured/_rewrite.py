@@ -1,10 +1,10 @@
-"""Rewrites JSON schemas into keywords that llguidance follows exactly.
+"""Rewrites JSON schemas with keywords that llguidance follows exactly.
 
-llguidance refuses some keywords that others of its keywords can express, and knows some formats only roughly. Each part
-of a schema is replaced by an equal one: formats and ``propertyNames`` by patterns and listed names. ``_grammar``
-writes what has no equal part.
+llguidance refuses some keywords that its other keywords can express, and follows some formats only roughly. Such parts
+of a schema are replaced by equivalent ones: formats and ``propertyNames`` by patterns and listed names. ``_grammar``
+writes the parts without an equivalent.
 
-If a part has no equal replacement, a wider one replaces it, with a warning; never a narrower one.
+If a part can be replaced only by a wider one, there is a warning. A part is never replaced by a narrower one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _OTHER_ASSERTIONS = {
 def rewritten(schema: Node) -> tuple[Node, list[str]]:
     """Return a copy with the same meaning, and warnings.
 
-    Raises InvalidRequestError, with keyword and pointer, if there is none. ``uniqueItems`` stays where the items are a
-    list of values; elsewhere it is left out, with a warning.
+    Raises InvalidRequestError, with keyword and pointer, if no copy can have this meaning. ``uniqueItems`` stays where
+    the items come from a list of values; elsewhere it is left out, with a warning.
     """
     copy: Node = json.loads(json.dumps(schema))
     warnings: list[str] = []
@@ -96,7 +96,7 @@ def target(root: Node, node: Any) -> Any:
 
 
 def _plain_target(root: Node, node: Any) -> Any:
-    """Follow references as ``target`` does, up to one beside which something else restricts the value."""
+    """Follow references as ``target`` does, up to a reference with other keywords that restrict the value."""
     for _ in range(100):
         if not isinstance(node, dict) or node.keys() & ASSERTIONS != {"$ref"}:
             return node
@@ -108,7 +108,7 @@ def _plain_target(root: Node, node: Any) -> Any:
 
 
 def identity(value: Any) -> str:
-    """Return a text that equal values of JSON share: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
@@ -123,7 +123,7 @@ def identity(value: Any) -> str:
 def listed_values(root: Node, node: Any) -> list[Any] | None:
     """Return the values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none.
 
-    What else it says may exclude some of them.
+    Other keywords of the schema may exclude some of them.
     """
     node = target(root, node)
     if not isinstance(node, dict):
@@ -143,7 +143,7 @@ def listed_values(root: Node, node: Any) -> list[Any] | None:
 
 
 def _lists_exactly(root: Node, node: Any) -> bool:
-    """Return whether a schema allows only values that it lists, within its type and bounds."""
+    """Return whether a schema allows exactly its listed values, within its type and bounds."""
     node = _plain_target(root, node)
     if not isinstance(node, dict):
         return False
@@ -163,7 +163,7 @@ _ALONE = {
 
 
 def _simplify(part: Node) -> None:
-    """Leave out what says nothing, and write counts as integers."""
+    """Remove keywords without effect, and write counts as integers."""
     for keyword, others in _ALONE.items():
         if keyword in part and not others & part.keys():
             del part[keyword]
@@ -333,12 +333,12 @@ def _may_be_combined(pointer: str, part: Node) -> bool:
 
 
 def _literally(text: str) -> str:
-    """Return a pattern of this text."""
+    """Return a pattern that matches this text."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):X}}}" for character in text)
 
 
 def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:
-    """Yield each keyword that restricts names, and its pattern, without those that the one before implies."""
+    """Yield each keyword that restricts names, and its pattern; skip keywords that the previous one implies."""
     if isinstance(names.get("pattern"), str):
         yield "pattern", names["pattern"]
     form = FORMATS.get(names["format"]) if isinstance(names.get("format"), str) else None

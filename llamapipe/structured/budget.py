@@ -1,6 +1,6 @@
-"""The limits of a constraint, and the errors over them: its length, and the processor time of one prompt's constraint.
+"""The limits of a constraint, in length and in processor time per prompt, and the errors for exceeding them.
 
-The code that compiles or follows the constraint adds to ``spent_s`` and asks for the ``error``.
+The code that compiles or follows a constraint adds to ``spent_s`` and asks for the ``error``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from llamapipe.errors import ConstraintError, InvalidRequestError
 
 
 class TooLongError(InvalidRequestError):
-    """A grammar or a schema over the limit of its length."""
+    """A grammar or a schema exceeds its length limit."""
 
 
 class GrammarBudget:
     """The processor time that the constraint of one prompt may take, compilation included.
 
-    ``limit_s``: None: no limit.
+    ``limit_s``: None for no limit.
     """
 
     __slots__ = ("limit_s", "spent_s")

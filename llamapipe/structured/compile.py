@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance and caches them by text and vocabulary.
 
-The compiler checks the caller's text first, because llguidance ignores some mistakes silently. Its error messages are
-passed on without the lines that were written around that text.
+The compiler checks the caller's text first, because llguidance ignores some mistakes silently. llguidance's error
+messages are passed on without the lines that were added around that text.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _MAX_SEARCH_S = 2.0
 class GuideFactory:
     """A compiled grammar, from which every request gets its own ``Guide``. Any thread.
 
-    ``compile_again``: makes a second matcher of the grammar, if a guide looks ahead. ``is_exhausted``: the lexer, which
-    all guides share, has reached its limit. New guides would fail at once: make another factory.
+    ``compile_again``: makes a second matcher of the grammar, for guides that look ahead. ``is_exhausted``: the lexer,
+    which all guides share, has reached its limit. New guides would fail at once, so make another factory.
     """
 
     is_exhausted = False
@@ -77,7 +77,7 @@ class GuideFactory:
         self._second: Any = None
 
     def new(self) -> Guide:
-        """Return a guide at the beginning of the grammar; takes microseconds."""
+        """Return a guide at the beginning of the grammar. This takes microseconds."""
         return Guide(self._start, self._tokenizer, self._other, self._exhausted)
 
     def _exhausted(self) -> None:
@@ -107,7 +107,7 @@ def compile_guide(
     output is one of these texts. ``space``: an optional text before it. ``json_whitespace``: see ``SamplingParams``.
 
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
-    other types, ValueError unless exactly one is given, ImportError without llguidance.
+    other types, ValueError unless exactly one constraint is given, ImportError without llguidance.
     """
     sources: dict[str, Any] = {
         kind: source
@@ -137,9 +137,9 @@ def compile_guide(
 
 
 def _check_length(kind: str, text: str) -> None:
-    """Raise TooLongError for a text over its limit.
+    """Raise TooLongError for a text above its limit.
 
-    The grammar of a chat with tools holds their schemas, for which the limit of schemas is meant.
+    The grammar of a chat with tools contains their schemas, which are checked against the limit for schemas.
     """
     lengths = {kind: len(text)}
     if kind == "lark" and len(text) > MAX_CHARS[kind]:
@@ -151,7 +151,7 @@ def _check_length(kind: str, text: str) -> None:
 
 
 def prepare_vocabulary(vocab: Vocab) -> None:
-    """Read a vocabulary for grammars before requests come; a second call does nothing. Any thread.
+    """Read a vocabulary for grammars before requests arrive; a second call does nothing. Any thread.
 
     llguidance holds the interpreter's lock for 0.1 s (32,000 tokens). Without llguidance this does nothing. A
     failure is logged: only requests with a constraint need the vocabulary, and they raise the error.
@@ -270,7 +270,7 @@ class _Compiler:
     def _schema(self, schema: dict[str, Any], whitespace: str) -> tuple[_Written, Any]:
         """Check a schema and rewrite it with as many alternatives as the grammar can have.
 
-        Returns it with its matcher, if any.
+        Returns the rewritten schema, with its matcher if there is one.
         """
         result: _Written | None = None
         start = None
@@ -300,9 +300,9 @@ class _Compiler:
         return result, start
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
-        """Return a Lark grammar with its schemas (those of ``with_options``) rewritten, and each schema's result.
+        """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the result for each schema.
 
-        The grammar refers to the Lark of the i-th schema, if there is one, as ``@json_i``.
+        If the i-th schema has a Lark grammar, the grammar refers to it as ``@json_i``.
         """
         parts: list[str] = []
         schemas: list[_Written] = []
@@ -318,7 +318,7 @@ class _Compiler:
     def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
         """Return the error message with a JSON pointer.
 
-        llguidance names no place, so each subschema is compiled alone.
+        llguidance does not name the place, so each subschema is compiled alone.
         """
         schema = grammar.root
         shared: dict[str, Any] = {
@@ -359,7 +359,7 @@ def _choice_grammar(texts: list[str], space: str) -> str:
 
 
 def _json_grammar(schema: dict[str, Any], whitespace: str) -> str:
-    """Write a schema inside a Lark grammar: only there can forcing be turned off."""
+    """Write a schema inside a Lark grammar, because forcing can be turned off only there."""
     return _grammar(f"start: %json {json.dumps(with_options(schema, whitespace))}")
 
 
@@ -375,7 +375,7 @@ def _regex_grammar(text: str) -> str:
 
 
 def _grammar(lark: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
-    """``others``: further Lark grammars, by the names with which ``lark`` refers to them."""
+    """Write the top-level grammar. ``others``: further Lark grammars, by the names by which ``lark`` refers to them."""
     named = [{"name": name, "lark_grammar": other} for name, other in others.items()]
     return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}, *named]})
 
@@ -461,7 +461,7 @@ def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_item
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
-    """Yield the elements of a Lark grammar that ``with_options`` made: start, end, schema and kind of spaces."""
+    """Yield the start, end, schema and whitespace of each ``%json`` element of ``with_options`` in a grammar."""
     at = 0
     for match in re.finditer(r"%json (?=\{)", lark):
         if match.start() < at:
@@ -477,7 +477,7 @@ def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
 
 
 def _without_ours(message: str, kind: str) -> str:
-    """Return the message without quotes of the lines that were added to the caller's text."""
+    """Return the message without quoting the lines that were added to the caller's text."""
     if kind != "lark":  # the one-line Lark grammar is ours; the message about the text precedes it
         message = message.partition("\n   1 | start: ")[0]
     return "\n".join(line for line in message.splitlines() if not line.endswith(_NO_FORCING.strip()))

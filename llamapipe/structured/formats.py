@@ -1,9 +1,9 @@
-"""The values of ``format`` that are enforced in JSON schemas, each as a regular expression for the whole string.
+"""The values of ``format`` that are enforced in JSON schemas, with a regular expression for the whole string.
 
 Open this file to add a format or to change what one allows. A format allows every text that its RFC allows. It also
 allows spellings that pydantic's type reads in the same notation, such as a time without a zone or a UUID without
 hyphens. A format may be wider if exactness would cost time or exclude texts that people write. It is never narrower: a
-mask that is too narrow turns right data into wrong data without an error. ``also`` names the additional texts.
+mask that is too narrow silently turns correct data into wrong data. ``also`` names the additional texts.
 
 The expressions have the same meaning in Rust, which llguidance uses, and in Python.
 """
@@ -65,7 +65,7 @@ _NET6 = rf"{_ZONED}(?:/{_BITS6})?"
 
 
 def _labels(letters: str, dots: str = ".", most: str = "*") -> str:
-    """Return a pattern of a name that consists of labels with hyphens between their letters."""
+    """Return a pattern for a name that consists of labels, with hyphens only between their letters."""
     label = f"[{letters}](?:[{letters}-]{most}[{letters}])?"
     return rf"{label}(?:[{dots}]{label})*"
 
@@ -124,9 +124,9 @@ def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
 
 
 def _base64(more: str, padding: str = "") -> str:
-    """Return a pattern of groups of four.
+    """Return a pattern for groups of four characters.
 
-    MIME, and with it Python, begins a new line after some of them and at the end.
+    MIME, and therefore Python, begins a new line after some groups and at the end.
     """
     character = f"[A-Za-z0-9{more}]"
     last = rf"(?:{character}{{2}}(?:==){padding}|{character}{{3}}={padding})"

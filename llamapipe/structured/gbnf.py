@@ -1,8 +1,8 @@
 """Checks a GBNF grammar before llama.cpp reads it.
 
-It refuses grammars that would crash llama.cpp's parser, make it loop forever, or be silently read as something else.
-The text is read into rules as llama.cpp does, but without recursion, and every error names its line and column. Limits
-are checked while reading, so that a short text cannot expand into a large grammar.
+It refuses grammars that would crash llama.cpp's parser, make it loop forever, or be silently misread. The text is read
+into rules as in llama.cpp, but without recursion, and every error names its line and column. Limits are checked while
+reading, so that a short text cannot expand into a large grammar.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Alternative = list[int]  # ids of rules, and TERMINAL
 
 @dataclass
 class Rules:
-    """``alternatives[i]`` belongs to rule ``i``. Rules made for repetitions and brackets have no name."""
+    """The rules of a grammar, with ``alternatives[i]`` of rule ``i``. Repetitions and brackets are unnamed rules."""
 
     names: dict[str, int] = field(default_factory=dict)
     alternatives: dict[int, list[Alternative]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Rules:
     n_symbols: int = 0
 
     def symbol(self, name: str, at: int) -> int:
-        """Return the id of a named rule, which is created at its first use."""
+        """Return the id of a named rule, which is created on its first use."""
         if name not in self.names:
             self.names[name] = self.new()
             self.first_used[name] = at
@@ -90,7 +90,7 @@ class GbnfReader:
     def read(self) -> Rules:
         """Return the rules of the text.
 
-        Raises InvalidRequestError, with line and column, if llama.cpp must not get it.
+        Raises InvalidRequestError, with line and column, if llama.cpp must not get the text.
         """
         self._space(True)
         while self._text[self._at] != "\0":
@@ -153,7 +153,7 @@ class GbnfReader:
 
     # ---- symbols
     def _symbol(self, top: _Open, nested: bool) -> bool:
-        """Read one symbol or repetition; return False if none begins here."""
+        """Read one symbol or repetition; return False if neither begins here."""
         char = self._text[self._at]
         if char == '"':
             self._literal(top)
@@ -420,7 +420,7 @@ def _check_beginnings(rules: Rules) -> None:
 
 
 def _nullable(rules: Rules) -> set[int]:
-    """Return rules that may be empty, directly or through other rules."""
+    """Return the rules that may be empty, directly or through other rules."""
     users: dict[int, list[tuple[int, int]]] = {}
     missing: dict[tuple[int, int], int] = {}
     waiting: list[int] = []
@@ -447,7 +447,7 @@ def _nullable(rules: Rules) -> set[int]:
 
 
 def _first(alternative: Alternative, empty: set[int]) -> Iterator[tuple[int, bool]]:
-    """Yield the rules that an alternative can begin with; True if the rule is its last symbol."""
+    """Yield the rules with which an alternative can begin, and whether the rule is its last symbol."""
     for i, to in enumerate(alternative):
         if to == TERMINAL:
             return
@@ -459,7 +459,7 @@ def _first(alternative: Alternative, empty: set[int]) -> Iterator[tuple[int, boo
 def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
     """Return whether llama.cpp's own search finds a cycle here.
 
-    It skips only rules that have an empty alternative.
+    That search skips only rules that have an empty alternative.
     """
     edges = {
         rule: [
@@ -474,7 +474,7 @@ def _cycle_for_llama(rules: Rules, members: set[int], direct: set[int]) -> bool:
 
 
 def _components(edges: dict[int, list[int]]) -> Iterator[list[int]]:
-    """Yield the strongly connected components, each after all it leads to: Tarjan's algorithm without recursion."""
+    """Yield the strongly connected components, each after all that it leads to (Tarjan, without recursion)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     held: list[int] = []

@@ -1,10 +1,10 @@
-r"""Patterns of JSON schemas as llguidance reads them: other dialects, look-ahead, and strings of JSON.
+r"""Converts patterns of JSON schemas for llguidance: other dialects, look-ahead, and JSON strings.
 
-Patterns of JSON Schema are in ECMAScript's dialect, pydantic's in Rust's, others in Python's. ``translated`` rewrites
-them in Rust's dialect. It widens ``\w`` to letters beyond ASCII, which Python and Rust also match.
+Patterns of JSON Schema are in ECMAScript's dialect, patterns of pydantic in Rust's, others in Python's. ``translated``
+rewrites them in Rust's dialect. It widens ``\w`` to letters beyond ASCII, which Python and Rust also match.
 
 Lark has "and" and "not" for whole terminals, but no look-ahead inside them. ``as_lark`` writes patterns with ``(?=``
-and ``(?!`` as such terms. They match the text itself, or the text as a string of JSON writes it.
+and ``(?!`` as terms with these operators. The terms match the text itself, or the text as written in a JSON string.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
 def translated(pattern: str) -> str:
     r"""Return the pattern in Rust's dialect.
 
-    It matches the same texts as in ECMAScript, and more if it has ``\w``. In patterns with look-around, a wider ``\w``
-    may match fewer texts. There ``as_lark`` decides where to widen it.
+    The result matches the same texts as in ECMAScript, and more if it has ``\w``. With look-around, a wider ``\w`` may
+    match fewer texts, so there ``as_lark`` decides where to widen it.
     """
     plain = _without_look_at_one(pattern)
     if LOOK_AROUND.search(plain) is None:
@@ -82,7 +82,7 @@ _LOOK_AT_ONE = re.compile(
 
 
 def _without_look_at_one(pattern: str) -> str:
-    """Write look-around at one character, as host names have it, as a smaller class of this character."""
+    """Replace look-around at one character, which host names use, by a smaller class for this character."""
 
     def smaller(symbol: str, sign: str | None, other: str) -> str:
         if sign is None:
@@ -127,7 +127,7 @@ def _escape(pattern: str, escape: re.Match[str]) -> str:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """Return the place after the bracket that closes a class, for ECMAScript and Python, which nest none."""
+    """Return the place after the end of a class, in ECMAScript and Python, where classes cannot be nested."""
     at = start + 1 + pattern.startswith("^", start + 1)
     at += pattern.startswith("]", at)
     while at < len(pattern) and pattern[at] != "]":
@@ -186,10 +186,10 @@ _ESCAPED: Final = ['"', "\\", *map(chr, range(32))]
 
 
 def as_lark(pattern: str, is_json: bool = False) -> str | None:
-    """Return a term of Lark for the texts that contain a match; None for look-around that Lark lacks.
+    """Return a Lark term for the texts that contain a match; None for look-around that Lark cannot express.
 
     Look-ahead may stand outside repetitions, and at each character of the last one, as in ``^((?!x).)*$``. Look-behind
-    may stand at the end. ``is_json``: the text is the inside of a JSON string, with escapes and without the quotation
+    may stand at the end. ``is_json``: the text is the inside of a JSON string, with escapes but without the quotation
     marks.
     """
     if len(pattern) > _MOST_CHARS:
@@ -203,13 +203,13 @@ def as_lark(pattern: str, is_json: bool = False) -> str | None:
 
 
 def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
-    """Return a term for texts with these numbers of characters."""
+    """Return a term for texts with this range of lengths in characters."""
     character = CHARACTER if is_json else "(?s:.)"
     return f"/{character}{{{least},{'' if most is None else most}}}/"
 
 
 def _close(pattern: str, start: int) -> int:
-    """Return the place of the bracket that closes a group whose content begins at ``start``."""
+    """Return the place of the bracket that closes the group whose content begins at ``start``."""
     depth, at = 1, start
     while depth:
         atom = _ATOM.match(pattern, at)
@@ -242,7 +242,7 @@ def _split(pattern: str) -> list[str]:
 
 
 def _without_look_behind(option: str) -> str:
-    """Write an option's look-behind at the end of the text as look-ahead at the option's beginning."""
+    """Rewrite look-behind at the end of an option as look-ahead at its beginning."""
     match = re.fullmatch(r"\^(.*)\(\?<([=!])([^()^$]*)\)\$", option, re.DOTALL)
     if match is None or match[3].endswith("\\"):
         return option
@@ -251,7 +251,7 @@ def _without_look_behind(option: str) -> str:
 
 
 def _tempered(inner: str, times: str) -> tuple[str, str] | None:
-    """Put look-ahead at each character of a final repetition before the repetition: ``(?!x).`` becomes ``.*x``."""
+    """Move look-ahead at each character of a final repetition to before it: ``(?!x).`` becomes ``.*x``."""
     if not inner.startswith("(?!") or re.fullmatch(r"[*+]|\{[0-9,]+\}", times) is None:
         return None
     end = _close(inner, 3)
@@ -287,9 +287,9 @@ class _Writer:
     ) -> str | None:
         r"""Write one option of a pattern and the text after it.
 
-        ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: the match may begin later. ``is_first``: it
-        begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean more matches in all, so
-        ``\w`` may be wider.
+        ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: the match may begin later. ``is_first``: the
+        match begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean more matches in
+        total, so ``\w`` may be wider.
         """
         parts: list[tuple[str, str]] = []  # kind and text
         at = 0
@@ -398,7 +398,7 @@ class _Writer:
 
 
 def _single(atom: str, is_wide: bool) -> str:
-    r"""Return an atom with the classes of ASCII, but for a wide ``\w``."""
+    r"""Return an atom with ASCII classes, except for a wide ``\w``."""
     word = _WORD if is_wide else _ASCII_WORD
     if atom[0] != "[":
         classes = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{word}]", r"\W": f"[^{_ASCII_WORD}]"}
@@ -411,7 +411,7 @@ def _single(atom: str, is_wide: bool) -> str:
 
 @lru_cache(1000)
 def _in_json(written: str, atom: str) -> str:
-    """Return an atom for one character, ``atom``, as a string of JSON writes it; ``written``: as ``_single``."""
+    """Return an atom for one character as a JSON string writes it. ``written``: the result of ``_single``."""
     special = [character for character in _ESCAPED if _matches(atom, character)]
     if not special:
         return written

@@ -1,8 +1,8 @@
-"""Writes a Lark grammar as one regular expression. Custom tools need it.
+"""Writes a Lark grammar as one regular expression, for custom tools.
 
-The text of a custom tool is inside a JSON string. There llguidance enforces a ``pattern``, but not a grammar. A grammar
-without recursion has an equivalent regular expression: ``regular`` replaces each name of a rule by its body. It refuses
-other grammars, with the reason.
+The text of a custom tool is inside a JSON string. There, llguidance enforces a ``pattern``, but not a grammar. A
+grammar without recursion has an equivalent regular expression: ``regular`` replaces the name of each rule by its body.
+It refuses other grammars and gives the reason.
 
 A lexer takes the longest match for each terminal. The regular expression allows the same texts, and a few more if two
 terminals share letters.
@@ -64,13 +64,13 @@ _ESCAPE = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
 class _Ref(NamedTuple):
-    """A rule or terminal by its name."""
+    """A reference to a rule or terminal by its name."""
 
     name: str
 
 
 class _Lexeme(NamedTuple):
-    """A text or a regular expression, as a regular expression."""
+    """A text or a regular expression, written as a regular expression."""
 
     regex: str
 
@@ -98,7 +98,7 @@ class _Token(NamedTuple):
 
 
 def regular(lark: str) -> str:
-    """Return a regular expression for the texts of a Lark grammar. Takes time in proportion to the text.
+    """Return a regular expression for the texts of a Lark grammar, in time linear in the text.
 
     Raises InvalidRequestError, with the line, if the text is not a grammar, has no regular expression, or is too long.
     """
@@ -111,12 +111,12 @@ def regular(lark: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as a regular expression."""
+    """Escape a text as a regular expression."""
     return _ESCAPE.sub(r"\\\g<0>", text).replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 
 class _Parser:
-    """The rules of a grammar. ``ignored``: optional texts between all of its lexemes."""
+    """Parses the rules of a grammar. ``ignored``: optional texts between all of its lexemes."""
 
     def __init__(self, text: str) -> None:
         self.rules: dict[str, _Node] = {}
@@ -140,7 +140,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _takes(self, text: str) -> bool:
-        """Take an operator if it is the next token."""
+        """Consume an operator if it is the next token."""
         is_next = self._next.kind == "op" and self._next.text == text
         self._at += is_next
         return is_next
@@ -215,7 +215,7 @@ class _Parser:
         return nodes[0] if len(nodes) == 1 else _Either(tuple(nodes))
 
     def _follows_bar(self) -> bool:
-        """Take a bar, which may be on the next line."""
+        """Consume a bar, which may be on the next line."""
         if self._next.kind == "newline" and self._tokens[self._at + 1].text == "|":
             self._take()
         return self._takes("|")
@@ -339,7 +339,7 @@ class _Writer:
         return self._between + self._written(_Ref("start"), self._between)
 
     def _written(self, node: _Node, after: str) -> str:
-        """``after``: the optional text after each lexeme."""
+        """Write a part of a rule. ``after``: the optional text after each lexeme."""
         if isinstance(node, _Ref):
             return self._rule(node.name, after)
         if isinstance(node, _Lexeme):

@@ -71,13 +71,13 @@ def schema_object(schema: Any) -> dict[str, Any]:
 
 
 def ref_stands_alone(root: dict[str, Any]) -> bool:
-    """Return whether a schema is of draft 4, 6 or 7, in which keywords beside ``$ref`` have no effect."""
+    """Return whether a schema follows draft 4, 6 or 7, in which keywords next to ``$ref`` have no effect."""
     draft = root.get("$schema")
     return isinstance(draft, str) and re.search(r"json-schema\.org/draft-0[3-7]/", draft) is not None
 
 
 def pointer_to(pointer: str, name: str) -> str:
-    """Return the pointer to a member."""
+    """Return the JSON pointer to a member."""
     return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
@@ -102,20 +102,20 @@ def schema_text(schema: Any) -> str:
 def with_options(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
     """Return the schema with options for llguidance.
 
-    The options are the spaces it allows (a key of ``WHITESPACE``), and strictness.
+    The options are the allowed spaces (a key of ``WHITESPACE``) and strictness.
     """
     return {**schema, "x-guidance": WHITESPACE[whitespace]}
 
 
 def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the schema that ``with_options`` was given; None if this is no result of it."""
+    """Return the schema that was passed to ``with_options``; None if this is not its result."""
     if whitespace_of(schema) is None:
         return None
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def whitespace_of(schema: Any) -> str | None:
-    """Return the spaces that ``with_options`` was given; None if this is no result of it."""
+    """Return the spaces that were passed to ``with_options``; None if this is not its result."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
     return next((name for name, settings in WHITESPACE.items() if options == settings), None)
 
@@ -123,8 +123,8 @@ def whitespace_of(schema: Any) -> str | None:
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in which objects with listed names or patterns allow no others, unless the schema says so.
 
-    Parts of an ``allOf``, and objects that combine with other schemas, are left as they are: none of them lists all
-    properties.
+    Parts of an ``allOf``, and objects that are combined with other schemas, are left unchanged, because none of them
+    lists all properties.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(subschemas(copy))
@@ -159,9 +159,9 @@ def takes_nothing(schema: dict[str, Any]) -> bool:
 
 
 def subschemas(schema: dict[str, Any], *, logic: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schema and its subschemas, each with its JSON pointer; parents first.
+    """Yield the schema and its subschemas, each with its JSON pointer, parents first.
 
-    ``logic``: including subschemas of keywords that deny or combine, such as ``not`` and ``if``.
+    ``logic``: include the subschemas of keywords that negate or combine, such as ``not`` and ``if``.
     """
     of_one, of_maps = (ONE + _ONE_OF_LOGIC, MAPS + _MAPS_OF_LOGIC) if logic else (ONE, MAPS)
     waiting: list[tuple[str, Any]] = [("#", schema)]
@@ -278,7 +278,7 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
-    """Limit the costs of the whole schema, because llguidance may merge any of its parts."""
+    """Check the cost of the whole schema, because llguidance may merge any of its parts."""
     n_patterns = sum(
         len(p["patternProperties"]) for p in parts if isinstance(p.get("patternProperties"), dict)
     )
@@ -299,7 +299,7 @@ def _check_costs(parts: list[dict[str, Any]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert mappings other than dict for json. Raises TypeError for any other type."""
+    """Convert mappings other than dict for ``json``. Raises TypeError for any other type."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"json_schema holds a {type(value).__name__}, which JSON cannot represent")

@@ -154,7 +154,7 @@ class MarkerProbe:
         return {}
 
     def has_efforts(self) -> bool:
-        """Return whether ``reasoning_effort`` changes what the template writes."""
+        """Return whether ``reasoning_effort`` changes the template's output."""
         low, high = (self._prompt("reasoning_effort", effort) for effort in ("low", "high"))
         return bool(low and high) and low != high
 

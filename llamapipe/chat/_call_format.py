@@ -576,7 +576,7 @@ def _type_of(value: Any) -> dict[str, Any]:
 
 
 class _Form(NamedTuple):
-    """A form of message with calls: its content, whether arguments are JSON text, whether the tools are listed."""
+    """The form of a message with calls: content, whether arguments are JSON text, whether tools are listed."""
 
     content: str | None
     as_text: bool
@@ -584,7 +584,7 @@ class _Form(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The texts of one call, of two calls, and of a later call; and the part that the prompt ends with."""
+    """The texts of one call, two calls and a later call, and the part of them at the end of the prompt."""
 
     form: _Form
     one: str
@@ -783,7 +783,7 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | None:
-    """Return the format completed by the head of calls and the text around calls."""
+    """Complete a format with the head of calls and the text around calls."""
     place = find(sample.one, 0)
     if place is None:
         return None

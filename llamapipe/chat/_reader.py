@@ -25,7 +25,7 @@ _SPACE_RUN = re.compile(r"[ \t\r\n]*")
 
 
 class Malformed(Exception):  # noqa: N818  (not an error: the text is something else)
-    """The text is not what a reader expects."""
+    """The text does not have the form that a reader expects."""
 
 
 class TextBuffer:
@@ -280,7 +280,7 @@ class _JsonScanner:
         self._token = ""  # of an escape, a number or a literal
 
     def scan(self, text: str, at: int) -> int:
-        """Return where the characters of the value, from ``at`` on, end.
+        """Return the end of the value's characters, reading from ``at``.
 
         Sets ``failed`` if a different character was required.
         """

@@ -32,9 +32,9 @@ _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
 def check_messages(messages: object) -> list[Message]:
     """Return the messages as plain dicts whose ``content`` is text.
 
-    ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts.
-    Arguments that are not a JSON object, such as those of a call that was cut off, stay text.
-    Raises TypeError or InvalidRequestError, which name the message's index.
+    ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts. Arguments
+    that are not a JSON object, such as the arguments of a call that was cut off, stay text. Raises TypeError or
+    InvalidRequestError, which name the message's index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}: {_EXAMPLE}")
@@ -345,7 +345,7 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_called_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with tool results that follow no call as text of the user.
+    """Return the messages with tool results that follow no call turned into text of the user.
 
     Such results remain when a program has cut off the calls.
     """
@@ -359,7 +359,7 @@ def with_called_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with calls without a result, such as calls that ``max_tokens`` cut off, as text."""
+    """Return the messages with unanswered calls, such as calls that ``max_tokens`` cut off, turned into text."""
     chat: list[Message] = []
     for message, after in zip(messages, [*messages[1:], {}], strict=True):
         if message.get("tool_calls") and after.get("role", "tool") != "tool":

@@ -305,7 +305,7 @@ class FixedList(list[Any]):
 
 
 class _Generation(Extension):
-    """Handles ``{% generation %}``, which marks the model's own text for training: only renders its content."""
+    """Renders only the content of ``{% generation %}``, which marks the model's own text for training."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 

@@ -279,7 +279,7 @@ class ChatTemplate:
         return self._first_accepted(options, add_generation_prompt, names, () if is_probe else _CHANGES)
 
     def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
-        """Return the messages with roles that the template omits as text of the user."""
+        """Turn messages whose role the template omits into text of the user; return all messages."""
         others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**message, "role": "user"} if message["role"] in hidden else message for message in chat]
@@ -357,9 +357,9 @@ class ChatTemplate:
         names: Mapping[str, Any],
         changes: Sequence[_Form],
     ) -> str:
-        """Return the rendering of the first option that the template accepts, of several forms of the messages.
+        """Render the first of several message lists that the template accepts.
 
-        If it accepts none, the ``changes`` are made one after the other. Raises the error of the last option.
+        If it accepts none, the ``changes`` are made to each list in turn. Raises the error of the last list.
         """
         refused: InvalidRequestError | None = None
         for messages in options:
@@ -384,7 +384,7 @@ class ChatTemplate:
     def _first_form(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
-        """Return the rendering of the first form of the messages that the template accepts."""
+        """Render the first form of the messages that the template accepts."""
         forms: list[_Form] = [_as_given]
         if any(message.get("tool_calls") for message in messages):
             forms.insert(0 if self._takes_text_arguments else 1, with_text_arguments)
@@ -447,7 +447,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         names: Mapping[str, Any],
     ) -> str:
-        """Return the first form's rendering that the template accepts and that shows all arguments."""
+        """Render the first form that the template accepts and in which it shows all arguments."""
         written = [text.strip() for text in text_arguments(messages)]
         fallback: str | None = None
         error: Exception | None = None

@@ -135,7 +135,7 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
 
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
-    """Check that the special tokens exist which tokenizing adds or falls back to.
+    """Check that the vocabulary has all special tokens that tokenizing adds or falls back to.
 
     llama.cpp asserts this while tokenizing.
     """

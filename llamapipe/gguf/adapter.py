@@ -357,7 +357,7 @@ def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[
 
 
 def _plain(dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the dimensions without trailing ones."""
+    """Return the dimensions without trailing dimensions of size 1."""
     n = len(dims)
     while n > 2 and dims[n - 1] == 1:
         n -= 1

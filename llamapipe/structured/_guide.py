@@ -39,7 +39,7 @@ def llguidance(field: str) -> Any:
 
 
 class GrammarTokenizer:
-    """The tokens of a vocabulary in the form for matchers, and masks of its end-of-generation tokens.
+    """The tokens of a vocabulary as matchers need them, and masks of its end-of-generation tokens.
 
     llguidance sees one more token than the vocabulary has: an end token with the id ``n_vocab``. Where a grammar allows
     that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can end even if the vocabulary
@@ -195,7 +195,7 @@ class Guide:
 
     # ---- the next token
     def prepare(self) -> None:
-        """Compute the mask of the next token, unless this has been done.
+        """Compute the mask of the next token, unless it has already been computed.
 
         Raises ConstraintError if the grammar allows no token here or exceeds llguidance's limits.
         """
@@ -278,7 +278,7 @@ class Guide:
 
     # ---- looking ahead
     def forced(self, n: int) -> list[int]:
-        """Return up to ``n`` tokens of the text with which all continuations begin, without masks or accepting them.
+        """Return up to ``n`` tokens of the text that begins every continuation. Computes no mask; accepts nothing.
 
         The text is certain. The tokens are its usual ones, but ``mask`` also allows others.
         """

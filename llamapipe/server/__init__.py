@@ -1,7 +1,7 @@
 """The HTTP server: an ASGI application over one engine, for clients and routers that speak OpenAI's or Anthropic's API.
 
-Routes are thin: they decode a request, call the engine and encode the answer. All scheduling is done by the engine.
-Needs the extra ``server``.
+Routes are thin: they decode a request, call the engine and encode the answer. The engine does all the scheduling. This
+package needs the extra ``server``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use. Raises ImportError, which names the extra."""
+    """Import a public name on first use. Raises ImportError, which names the extra to install."""
     value = globals()[name] = imported_name(__name__, _HOMES, name, "server")
     return value

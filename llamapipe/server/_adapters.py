@@ -1,7 +1,7 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields: adapters while the server runs.
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields: load adapters while the server runs.
 
-Open it for what clients may load. The operator names a folder (``--lora-path``); only files in it can be loaded, and a
-key is needed if other machines can reach the server. What the operator loaded stays.
+Open it for what clients may load. The operator names a folder (``--lora-path``), and only files in it can be loaded. A
+key is needed if other machines can reach the server. Clients cannot unload the operator's own adapters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_LOADED = 64
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``lora_path``: a GGUF file, relative to the folder of ``--lora-path`` or in it."""
+    """``lora_path``: a GGUF file in the folder of ``--lora-path``, as an absolute path or relative to it."""
 
     lora_name: str
     lora_path: str
@@ -38,14 +38,14 @@ class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``lora_int_id`` is vLLM's number for it, of which there is none here."""
+    """``lora_int_id``: vLLM's number of the adapter; it has no effect here."""
 
     lora_name: str
     lora_int_id: Annotated[int | None, Unused()] = None
 
 
 async def load(exchange: Exchange, request: LoadRequest) -> Response:
-    """``POST /v1/load_lora_adapter``: a LoRA that requests name as their model from now on."""
+    """``POST /v1/load_lora_adapter``: loads a LoRA, which requests can then name as their model."""
     state = exchange.server
     path = _allowed_path(exchange, request.lora_path)
     name = request.lora_name
@@ -66,7 +66,7 @@ async def load(exchange: Exchange, request: LoadRequest) -> Response:
 
 
 async def unload(exchange: Exchange, request: UnloadRequest) -> Response:
-    """``POST /v1/unload_lora_adapter``: takes a name away; requests that use the adapter are answered."""
+    """``POST /v1/unload_lora_adapter``: removes an adapter; running requests that use it finish."""
     state = exchange.server
     _allowed_folder(exchange)
     name = request.lora_name

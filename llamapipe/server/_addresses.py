@@ -1,8 +1,8 @@
-"""Addresses that clients name: which hosts the operator allows, and where a connection may go.
+"""Checks addresses that clients name: which hosts the operator allows, and where a connection may go.
 
-Open it to change what a request can make this server connect to: for images (``--media-url``), and for MCP servers
-(``--mcp-url``). A name that resolves to an address of a private network is refused, and a connection goes to the
-address that was checked, so that the name cannot mean another one a moment later.
+Open it to change which hosts a request can make this server connect to, for images (``--media-url``) or MCP servers
+(``--mcp-url``). A name that resolves to a private address is refused. The connection goes to the address that was
+checked, because the name may resolve to another one a moment later.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/32")
 
 
 class Refused(Exception):  # noqa: N818 - becomes an ApiError
-    """Why nothing is asked of an address."""
+    """The server must not connect to an address; the message says why."""
 
 
 def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tuple[str, int]:
     """Return the host and the port of an address.
 
-    Raises Refused if the operator does not allow them, ValueError. ``allowed``: hosts, with a port where it is not the
-    scheme's; ``option``: allows another one.
+    Raises Refused if the operator does not allow them, ValueError for a bad port. ``allowed``: the allowed hosts, with
+    a port unless it is the scheme's default. ``option``: the option that allows another host, for the message.
     """
     host, default = split.hostname or "", _PORTS.get(split.scheme, 0)
     port = default if split.port is None else split.port
@@ -45,7 +45,7 @@ def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tup
 def address_of(host: str, port: int) -> str:
     """Look up the address of a host. Blocks.
 
-    Raises Refused for one of a private network, unless ``host`` is one.
+    Raises Refused if a name resolves to a private address. If ``host`` is itself an address, it is returned unchecked.
     """
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))  # the operator allows it
@@ -56,7 +56,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is one of the internet: of no private network, this machine, or a group."""
+    """Return whether an address is on the public internet, that is neither private, loopback nor multicast."""
     address = ipaddress.ip_address(text.partition("%")[0])
     inner = None
     if isinstance(address, ipaddress.IPv6Address):

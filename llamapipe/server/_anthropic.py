@@ -41,7 +41,7 @@ _HOSTED = (
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons before it answers, and with how many tokens at most."""
+    """Whether the model reasons before it answers, and the most tokens it may use for that."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -72,7 +72,7 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClientTool(msgspec.Struct, kw_only=True):
-    """A tool that the caller runs; tools of other types have further fields."""
+    """A tool that the caller runs. Tools of other types have further fields."""
 
     name: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
 
     @property
     def hosted(self) -> str | None:
-        """The name of a tool that the model does not see, because nobody here can run it; None for other tools."""
+        """The name of a tool that the model does not see because nobody here can run it; None for other tools."""
         base = (self.type or "").rstrip("0123456789_")
         return base if base in _HOSTED else None
 
@@ -113,7 +113,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that messages and the count of their tokens share."""
+    """The fields that ``/v1/messages`` and its token count share."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -146,7 +146,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """``POST /v1/messages``. ``min_p``, ``seed``, ``cache_salt`` and ``chat_template_kwargs`` are llamapipe's own."""
+    """``POST /v1/messages``. ``min_p``, ``seed``, ``cache_salt`` and ``chat_template_kwargs`` are extensions."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -176,7 +176,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class CountTokensRequest(CountRequest, kw_only=True):
-    """``POST /v1/messages/count_tokens``. What only an answer depends on has no effect."""
+    """``POST /v1/messages/count_tokens``. Fields that affect only the answer have no effect."""
 
     max_tokens: Annotated[Any, Unused()] = None
     stop_sequences: Annotated[Any, Unused([])] = None
@@ -203,7 +203,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
 
 
 async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
-    """Answer a conversation, as a whole or as a stream."""
+    """Answer a conversation, in one piece or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
     job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model, exchange.times)
@@ -297,7 +297,7 @@ _READ = ("text", "document", "search_result")
 
 
 def messages_of(request: CountRequest) -> list[Message]:
-    """Return the conversation, the system prompt first. Raises ApiError 400, which names the place."""
+    """Return the conversation, with the system prompt first. Raises ApiError 400, which names the field."""
     messages: list[Message] = []
     if request.system is not None:
         messages.append({"role": "system", "content": _text("system", request.system)})

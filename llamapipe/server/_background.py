@@ -1,13 +1,14 @@
-"""Answers that are computed in the background: ``background: true`` of ``/v1/responses``.
+"""Computes answers in the background, for ``background: true`` in ``/v1/responses``.
 
-Open it to change when they are computed, how many at once, and what their streams tell.
+Open it to change when answers are computed, how many at once, and what their streams send.
 
-The principle: every process that clients reach computes them, as requests that it makes to itself; the front process of
-several models asks theirs. ``_runs.py`` sees to it that each is computed by one process. A process that ends in peace
-gives its runs back; one that dies leaves a file without its lock, so the others see at once that it is gone.
+Every process that clients reach computes answers, as requests that it makes to itself; the front process of several
+models forwards them to the models' processes. ``_runs.py`` ensures that only one process computes each answer. A
+process that shuts down gives its runs back. When one dies, the lock on its file is released, so the others see at once
+that it is gone.
 
 A run that fails because the server is busy, or because the process of a model ended, is tried again later. Any other
-error is its answer.
+error becomes its answer.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class Background:
-    """Computes what waits in the store, from ``start`` to ``stop``. On the event loop's thread.
+    """Computes the answers that wait in the store, from ``start`` to ``stop``. Use it on the event loop's thread.
 
-    ``application``: this process's.
+    ``application``: the application of this process.
     """
 
     def __init__(self, gate: Gate, store: Store, application: ASGIApp) -> None:
@@ -71,16 +72,16 @@ class Background:
 
     @property
     def worker(self) -> str:
-        """The name of this process in the rows of what it computes."""
+        """The name of this process, as written in the rows of its runs."""
         return self._presence.name
 
     def start(self) -> None:
-        """Begin, also with what a server before this one left. A second call does nothing."""
+        """Start computing, including what an earlier server left unfinished. A second call does nothing."""
         if self._main is None and not self._is_stopping and not self._gate.is_behind_front:
             self._main = asyncio.ensure_future(self._compute())
 
     async def stop(self) -> None:
-        """Leave what is not complete to the next server, or to other processes of this one."""
+        """Stop, and leave unfinished work to the next server or to this server's other processes."""
         self._is_stopping = True
         self.tell()
         if self._main is None:
@@ -96,16 +97,16 @@ class Background:
             self._presence.sign_out()
 
     def wake(self) -> None:
-        """Wake the task that computes: there may be something to compute, or to end."""
+        """Wake the computing task: there may be something to compute or to cancel."""
         self._wanted.set()
 
     def tell(self) -> None:
-        """Tell those who wait that streams have something new."""
+        """Notify the waiting readers that streams have new events."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def news(self) -> bool:
-        """Wait until a stream may have something new. False: the server ends."""
+        """Wait until a stream may have new events. Returns False if the server is shutting down."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _FOLLOW_S)
         return not (self._is_stopping or self._gate.draining)
@@ -130,7 +131,7 @@ class Background:
                 await asyncio.wait_for(self._wanted.wait(), _POLL_S)
 
     async def _look(self) -> None:
-        """Take what may be taken, and end what was cancelled."""
+        """Claim runs that are free, and cancel those that clients have cancelled."""
         places, dead = await asyncio.to_thread(self._places)
         mine = {place.id for place in places if place.worker == self.worker}
         for answer_id, task in self._tasks.items():
@@ -152,7 +153,7 @@ class Background:
         self.wake()
 
     def _places(self) -> tuple[list[Place], list[str]]:
-        """Return where all runs are, and the workers that have ended. In a thread."""
+        """Return the places of all runs, and the workers that have ended. Call it in a thread."""
         places = self._store.read(self.runs.look)
         return places, self._presence.dead(place.worker for place in places)
 
@@ -185,7 +186,7 @@ class Background:
     async def _outcome(self, run: Run) -> tuple[dict[str, Any] | None, bool | None]:
         """Compute a run; return its error, if it has one, and whether the attempt counts.
 
-        None: there is to be no other.
+        The second value is None if there is to be no further attempt.
         """
         try:
             key = self._gate.key_of(run.owner)
@@ -213,7 +214,7 @@ _NOT_STORED = {"code": "server_error", "message": "the answer was not stored"}
 
 
 class _Whole:
-    """Takes an answer that is no stream; only its error is looked at."""
+    """Takes an answer that is not a stream, and looks only at its error."""
 
     def __init__(self) -> None:
         self._body = b""
@@ -225,7 +226,7 @@ class _Whole:
         """Do nothing: there is nothing to wait for."""
 
     def error(self, status: int) -> dict[str, Any] | None:
-        """Return what the answer says, if it is an error."""
+        """Return the error in the answer; None if it has none."""
         if status == 200:
             return None
         try:
@@ -236,7 +237,7 @@ class _Whole:
 
 
 class _Events(_Whole):
-    """Stores what a stream tells, as it comes: what arrives while a transaction is on its way is the next one."""
+    """Stores the events of a stream as they come. Events that arrive during a transaction go into the next one."""
 
     def __init__(self, background: Background, run: Run) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ class _Events(_Whole):
         self._storing = None
 
     async def finish(self) -> None:
-        """Wait until all is stored. Raises StoreError."""
+        """Wait until all events are stored. Raises StoreError."""
         if self._storing is not None:
             await self._storing
 
@@ -293,7 +294,7 @@ class _Events(_Whole):
 
 # ---- what clients ask for
 def check(exchange: Exchange, stores: bool | None) -> None:
-    """Raise ApiError 400 for a request for later that this server cannot keep."""
+    """Raise ApiError 400 for a background request that this server cannot store."""
     if exchange.gate.store is None:
         raise ApiError(
             400,
@@ -306,7 +307,7 @@ def check(exchange: Exchange, stores: bool | None) -> None:
 
 
 async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any], is_stream: bool) -> Response:
-    """Answer a request whose run is stored: with what it is now, or with its stream."""
+    """Answer a request whose run is stored: with the response so far, or with its stream."""
     background = exchange.gate.background
     if background is not None:
         background.start()
@@ -317,7 +318,7 @@ async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any],
 
 
 async def cancel(exchange: Exchange) -> Response:
-    """``POST /v1/responses/{id}/cancel``: ends an answer in the background. One that has ended stays as it is."""
+    """``POST /v1/responses/{id}/cancel``: cancels an answer in the background. One that has ended is not changed."""
     answer_id = exchange.path_params["id"]
     body, is_background = await write(exchange, Runs(store_of(exchange)).cancel, answer_id)
     if not is_background:
@@ -330,7 +331,7 @@ async def cancel(exchange: Exchange) -> Response:
 
 
 async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer's stream after the event ``after``, until it ends or the server does."""
+    """Yield the events of an answer's stream that follow event ``after``, until the stream or the server ends."""
     runs, background = Runs(store_of(exchange)), exchange.gate.background
     goes_on = True
     while True:

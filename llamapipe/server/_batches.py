@@ -1,13 +1,13 @@
-"""Computes the batches of clients: files of requests, each answered as a client's would be.
+"""Computes clients' batches: files of requests, each answered as if a client had sent it.
 
-Open it to change in which order and how many requests are computed, and what becomes of one that fails.
+Open it to change the order of requests, how many are computed at once, or what happens to one that fails.
 
-The principle: a request of a batch is one that the server makes to itself, with a lower priority than all of clients:
-it waits for them, and is preempted by them. Its result and the counts of the batch are one transaction (``_files.py``).
-So a server that was killed computes again only what had no result.
+The server makes each request of a batch to itself, with a lower priority than any client's request: it waits for those,
+and they preempt it. Its result and the counts of the batch are written in one transaction (``_files.py``). So after a
+kill, the server recomputes only requests that have no result.
 
-What a busy server refuses is asked again. A request that fails five times because its process ended, its model cannot
-be loaded, or the server failed, has that error as its result.
+A request that a busy server refuses is tried again. A request that fails five times because its process ended, its
+model cannot be loaded, or the server failed, has that error as its result.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _STREAMS = msgspec.json.Decoder(_Streams)
 
 
 class Batches:
-    """Computes the batches of the file ``files``. ``look`` is called now and then. On the event loop's thread."""
+    """Computes the batches in ``files``. Call ``look`` regularly, on the event loop's thread."""
 
     def __init__(self, gate: Gate, files: Files, application: ASGIApp, presence: Presence) -> None:
         self._gate = gate
@@ -82,7 +82,7 @@ class Batches:
         return f"<Batches n_running={len(self._tasks)}>"
 
     async def look(self) -> None:
-        """Take what may be taken, and end what was cancelled. Raises StoreError."""
+        """Claim batches that are free, and stop those that clients have cancelled. Raises StoreError."""
         places, dead = await asyncio.to_thread(self._look)
         going_on = {
             place.id
@@ -115,7 +115,7 @@ class Batches:
         return places, self._presence.dead(place.worker for place in places)
 
     async def stop(self) -> None:
-        """Leave what is not complete to the next server, or to other processes of this one."""
+        """Stop, and leave unfinished batches to the next server or to this server's other processes."""
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -148,7 +148,7 @@ class Batches:
                 await files.write(files.end, worker, claim.number, "failed", [problem])
 
     async def _outcome(self, claim: Claim) -> tuple[str, Sequence[dict[str, Any]]]:
-        """Compute a batch; return the status with which it ends, and its errors. Raises LostError, StoreError."""
+        """Compute a batch; return its final status and its errors. Raises LostError, StoreError."""
         if claim.status == "cancelling":
             return "cancelled", ()
         if claim.n_attempts > MOST_ATTEMPTS:
@@ -174,7 +174,7 @@ class Batches:
         return "completed", ()
 
     def _checked(self, claim: Claim) -> tuple[int, list[dict[str, Any]]]:
-        """Return the number of requests in a batch's file, and what is wrong with them. In a thread."""
+        """Return the number of requests in a batch's file, and what is wrong with them. Call it in a thread."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         n = 0
@@ -226,7 +226,7 @@ class Batches:
         self._places.release()
 
     async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
-        """Make one request, and store what it came to."""
+        """Make one request, and store its result."""
         name = f"{claim.id}_{number}"
         # The same in each attempt: an answer that is stored takes the place of that of the attempt before.
         answer = sha256(name.encode()).hexdigest()[:32] if claim.endpoint == "/v1/responses" else None
@@ -275,7 +275,7 @@ def _problem(code: str, message: str, param: str | None = None) -> dict[str, Any
 
 
 def _problem_of(line: bytes, endpoint: str, seen: set[str]) -> dict[str, Any] | None:
-    """Return what is wrong with a line of a batch's file. ``seen``: the ids of those before it."""
+    """Return what is wrong with a line of a batch's file. ``seen``: the ids of the lines before it."""
     try:
         request = _LINES.decode(line)
         body = _STREAMS.decode(request.body)

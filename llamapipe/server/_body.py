@@ -1,4 +1,4 @@
-"""Decodes bodies that clients have compressed (``Content-Encoding``), within the limits of bodies.
+"""Decodes bodies that clients have compressed (``Content-Encoding``), within the size limits.
 
 Open it to change which encodings a client may send.
 """
@@ -21,9 +21,9 @@ _CORRUPT = (zlib.error, EOFError, ValueError)
 
 
 def encodings_of(fields: Iterable[bytes]) -> list[str]:
-    """Read the encodings of a body from its fields ``Content-Encoding``, in the order in which they were applied.
+    """Read the encodings of a body from its ``Content-Encoding`` fields, in the order in which they were applied.
 
-    Raises ApiError 415 for an encoding that cannot be decoded here, and for more than ``_MOST_ENCODINGS``.
+    Raises ApiError 415 for an unsupported encoding, and for more than ``_MOST_ENCODINGS``.
     """
     names = [name.strip().lower() for field in fields for name in field.decode("latin-1").split(",")]
     encodings = [name for name in names if name not in ("", "identity")]
@@ -45,7 +45,7 @@ def encodings_of(fields: Iterable[bytes]) -> list[str]:
 
 
 def check_transfer(fields: Iterable[bytes]) -> None:
-    """Raise ApiError 501 for a Transfer-Encoding other than "chunked", which nothing here decodes."""
+    """Raise ApiError 501 for a Transfer-Encoding other than "chunked", because nothing here decodes it."""
     names = [name.strip().lower() for field in fields for name in field.decode("latin-1").split(",")]
     for name in names:
         if name not in ("", "chunked", "identity"):
@@ -60,7 +60,7 @@ def accepted() -> str:
 
 
 def decoded(body: bytes, encodings: Iterable[str], most_bytes: int) -> bytes:
-    """Return a body without its encodings. Uses at most twice the memory of the result.
+    """Return the decoded body. Uses at most twice the memory of the result.
 
     Raises ApiError 413 as soon as a result has more than ``most_bytes``, 400 for damaged bytes.
     """
@@ -121,7 +121,7 @@ def _gzip(body: bytes) -> _Reader:
 
 
 def _deflate(body: bytes) -> _Reader:
-    """Open a reader of zlib's format, as the standard says, or of the bare one that some clients send."""
+    """Open a reader of the zlib format, as the standard says, or of the raw deflate data that some clients send."""
     has_head = len(body) > 1 and body[0] & 15 == 8 and (256 * body[0] + body[1]) % 31 == 0
     return _zlib_reader(body, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
@@ -153,7 +153,7 @@ def _zstd_reader(library: Any) -> Callable[[bytes], _Reader]:
 def _decoders() -> dict[str, Callable[[bytes], _Reader]]:
     """Return the decoders by name.
 
-    Kept: Python looks for a missing package again at every import, 0.3 ms a request.
+    The result is cached: Python would look for a missing package at every import, which takes 0.3 ms a request.
     """
     known: dict[str, Callable[[bytes], _Reader]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate}
     for name in ("compression.zstd", "backports.zstd"):

@@ -27,10 +27,10 @@ _NO_AUDIO = "this server answers in text"
 class ChatRequest(Streamed, kw_only=True):
     """``POST /v1/chat/completions``.
 
-    ``chat_template_kwargs``: further variables of the template; ``documents`` is one of them. ``truncation``: "auto"
-    drops the oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last
-    message; "reasoning_content" its reasoning. ``include_reasoning``: false leaves the reasoning out of the answer.
-    ``reasoning_format``: "none" leaves it in the content with its markers, "deepseek-legacy" has it in both places;
+    ``chat_template_kwargs``: further variables of the template, such as ``documents``. ``truncation``: "auto" drops the
+    oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last message,
+    or with "reasoning_content" its reasoning. ``include_reasoning``: false leaves the reasoning out of the answer.
+    ``reasoning_format``: "none" leaves it in the content with its markers, "deepseek-legacy" puts it in both places;
     ``separate_reasoning``: false is the same as "none".
     """
 
@@ -88,7 +88,7 @@ _MAX_TOP = 20  # the API's limit
 
 
 async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
-    """Answer a conversation, as a whole or as a stream."""
+    """Answer a conversation, in one piece or as a stream."""
     request.check()
     model = exchange.server.check_model(request.model)
     tools = _tools(request)
@@ -204,7 +204,7 @@ _CONTINUED: dict[bool | str | None, Any] = {
 
 
 def _reasoning_format(request: ChatRequest) -> Any:
-    """Return where reasoning is to be: llama-server's field, and SGLang's for the same."""
+    """Return where the reasoning goes, from llama-server's field or SGLang's equivalent."""
     named, separate = request.reasoning_format, request.separate_reasoning
     if separate is None:
         return named or "auto"
@@ -220,7 +220,7 @@ def _reasoning_format(request: ChatRequest) -> Any:
 def _tools(request: ChatRequest) -> Tools:
     """Return the tools and the choice among them; ``functions`` and ``function_call`` are their older names.
 
-    A client may send both names of one thing, as long as they say the same.
+    A client may send a field under both names, as long as the values agree.
     """
     tools, tool_choice = request.tools, request.tool_choice
     if request.functions is not None:
@@ -248,7 +248,7 @@ def _tools(request: ChatRequest) -> Tools:
 
 
 def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """Return the name and the parameters of each function among ``tools``; None stands for what is missing."""
+    """Return the name and the parameters of each function among ``tools``, None for what is missing."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
 
@@ -257,7 +257,7 @@ Message = Mapping[str, Any]
 
 
 def engine_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with calls of custom tools, and OpenAI's older ``function_call``, as calls of functions."""
+    """Return the messages with custom tool calls, and OpenAI's older ``function_call``, as function calls."""
     converted: list[Message] = []
     for message in messages:
         role, older = message.get("role"), message.get("function_call")

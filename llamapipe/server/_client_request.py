@@ -19,14 +19,15 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ClientRequest(Request):
-    """The client and its request, and what is counted of it.
+    """A client's request, and what the server measures about it.
 
-    ``id``: from the header ``x-request-id``, or random. ``path``: the request's, inside this application.
+    ``id``: from the header ``x-request-id``, or random. ``path``: the request's path inside this application.
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors. ``key``: the digest of
-    its API key; None: none is needed. ``status``: the answer's, once its first byte is sent; 0 before.
-    ``n_prompt_tokens``, ``n_completion_tokens``: None: not known. ``times``: where its time went; ``n_others``: the
-    requests that were served when it came. ``intervals_s``: seconds between the tokens of a stream. ``is_forwarded``: a
-    model's process has answered, and logs it. ``inside``: for whom the server made it itself; None: a client did.
+    its API key; None if no key is needed. ``status``: the status of the answer; 0 until its first byte is sent.
+    ``n_prompt_tokens``, ``n_completion_tokens``: None if unknown. ``times``: where its time went. ``n_others``: the
+    number of requests being served when it arrived. ``intervals_s``: seconds between the tokens of a stream.
+    ``is_forwarded``: whether a model's process has answered and logged it. ``inside``: the client for whom the server
+    made the request itself; None if a client made it.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

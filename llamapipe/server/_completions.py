@@ -1,4 +1,4 @@
-"""``POST /v1/completions``, in OpenAI's format; and the fields that chat completions share with it."""
+"""``POST /v1/completions``, in OpenAI's format, and the fields that chat completions share with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_TOKENS = 2**31 - 1
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream. ``include_obfuscation``: events are padded to hide the length of their text.
 
-    ``continuous_usage_stats``: each event has the usage so far, as vLLM's.
+    ``continuous_usage_stats``: each event has the usage so far, as in vLLM.
     """
 
     include_usage: bool | None = None
@@ -72,12 +72,12 @@ class Streamed(Sampling, kw_only=True):
     user: Annotated[str | None, Unused()] = None
 
     def check(self) -> None:
-        """Raise ApiError 400 for stream options without a stream; an explicit ``"stream": false`` allows them."""
+        """Raise ApiError 400 for stream options without a stream, unless ``"stream": false`` is explicit."""
         if self.stream is None and self.stream_options is not None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
 
     def format(self) -> Format:
-        """Return what its answer is to have besides text."""
+        """Return what the answer contains in addition to its text."""
         options = self.stream_options or StreamOptions()
         continuous = bool(options.continuous_usage_stats)
         return Format(
@@ -93,7 +93,7 @@ class Streamed(Sampling, kw_only=True):
 
 
 def token_limit(**limits: int | None) -> int | None:
-    """Return the smallest of limits of generated tokens; None, as -1: no limit.
+    """Return the smallest of several limits on generated tokens. None and -1 mean no limit.
 
     Raises ApiError 400, which names the field.
     """
@@ -113,7 +113,7 @@ class CompletionRequest(Streamed, kw_only=True):
     """``POST /v1/completions``.
 
     ``add_special_tokens``, ``parse_special``: as in ``Model.tokenize``; both are true by default.
-    ``truncate_prompt_tokens``: use the last so many tokens of each prompt.
+    ``truncate_prompt_tokens``: use only this many tokens at the end of each prompt.
     """
 
     prompt: Prompt
@@ -130,7 +130,7 @@ class CompletionRequest(Streamed, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer; None: no limit. Raises ApiError 400."""
+        """The most tokens of an answer, None for no limit. Raises ApiError 400."""
         if self.max_tokens is None and self.n_predict is None:
             return _DEFAULT_MAX_TOKENS
         return token_limit(max_tokens=self.max_tokens, n_predict=self.n_predict)
@@ -140,7 +140,7 @@ _DEFAULT_MAX_TOKENS = 16  # the API's default
 
 
 async def completions(exchange: Exchange, request: CompletionRequest) -> Response:
-    """Complete one prompt or several, as a whole or as a stream."""
+    """Complete one prompt or several, in one piece or as a stream."""
     if not request.stream:
         job, encoder = await _prepared(exchange, request)
         done = await job.complete()
@@ -167,7 +167,7 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
 
 
 async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[TextJob, CompletionEncoder]:
-    """Return the request as a job of the engine, and what writes its answer. Raises ApiError."""
+    """Return the request as a job of the engine, and the encoder of its answer. Raises ApiError."""
     request.check()
     model = exchange.server.check_model(request.model)
     n = 1 if request.n is None else request.n
@@ -245,9 +245,9 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
 
 
 async def check_params(state: ServerState, params: SamplingParams, field: str) -> None:
-    """Check params for the engine's model before any prompt is. Raises ApiError 400, which names the field.
+    """Check params against the engine's model, before any prompt. Raises ApiError 400, which names the field.
 
-    ``field``: what holds the constraint, if one is given.
+    ``field``: the request's field that holds the constraint, if there is one.
     """
     engine = state.engine
     try:

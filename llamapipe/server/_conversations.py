@@ -1,4 +1,4 @@
-"""The routes about stored answers and conversations: ``/v1/responses/{id}`` and ``/v1/conversations``.
+"""Routes for stored answers and conversations: ``/v1/responses/{id}`` and ``/v1/conversations``.
 
 Open it to change what clients see of the store. No route here needs a model, so the front process of several models
 answers them itself.
@@ -47,7 +47,7 @@ class ItemsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 # ---- answers
 async def get_response(exchange: Exchange) -> Response:
-    """``GET /v1/responses/{id}``; with ``stream``, the events of one in the background."""
+    """``GET /v1/responses/{id}``; with ``stream``, the events of a background answer."""
     store = store_of(exchange)
     parameters = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
     after = parameters.get("starting_after", [None])[-1]
@@ -64,14 +64,14 @@ async def get_response(exchange: Exchange) -> Response:
 
 
 async def delete_response(exchange: Exchange) -> Response:
-    """``DELETE /v1/responses/{id}``: for good."""
+    """``DELETE /v1/responses/{id}``: deletes an answer for good."""
     answer_id = exchange.path_params["id"]
     await write(exchange, store_of(exchange).delete_answer, answer_id)
     return JsonResponse({"id": answer_id, "object": "response", "deleted": True})
 
 
 async def input_items(exchange: Exchange) -> Response:
-    """``GET /v1/responses/{id}/input_items``: what the answer was made from, with what it continued."""
+    """``GET /v1/responses/{id}/input_items``: the answer's input, including what it continued."""
     store = store_of(exchange)
     return await _listed(exchange, store.input_items)
 
@@ -91,7 +91,7 @@ async def get_conversation(exchange: Exchange) -> Response:
 
 
 async def update(exchange: Exchange, request: MetadataRequest) -> Response:
-    """``POST /v1/conversations/{id}``: other metadata."""
+    """``POST /v1/conversations/{id}``: replaces the metadata."""
     store = store_of(exchange)
     check_metadata(request.metadata)
     conversation_id = exchange.path_params["id"]
@@ -99,7 +99,7 @@ async def update(exchange: Exchange, request: MetadataRequest) -> Response:
 
 
 async def delete_conversation(exchange: Exchange) -> Response:
-    """``DELETE /v1/conversations/{id}``: for good, with its items and the answers given in it."""
+    """``DELETE /v1/conversations/{id}``: deletes it for good, with its items and the answers given in it."""
     conversation_id = exchange.path_params["id"]
     await write(exchange, store_of(exchange).delete_conversation, conversation_id)
     return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
@@ -132,7 +132,7 @@ async def get_item(exchange: Exchange) -> Response:
 
 
 async def delete_item(exchange: Exchange) -> Response:
-    """``DELETE /v1/conversations/{id}/items/{item}``: for good. Answers the conversation."""
+    """``DELETE /v1/conversations/{id}/items/{item}``: deletes an item for good and returns the conversation."""
     ids = exchange.path_params["id"], exchange.path_params["item"]
     return JsonResponse(await write(exchange, store_of(exchange).delete_item, *ids))
 
@@ -158,7 +158,7 @@ def _list_of(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
 
 
 def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
-    """Return the parameters of the query; note what ``include`` asks for in vain.
+    """Return the query's parameters, and note the values of ``include`` that have no effect.
 
     Raises ApiError 400 for an unknown one.
     """
@@ -186,7 +186,7 @@ def _page(parameters: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
 
 
 def limit_of(parameters: Mapping[str, Sequence[str]], default: int, most: int) -> int:
-    """Return how many things a list may have. Raises ApiError 400."""
+    """Return the most entries that a list may have. Raises ApiError 400."""
     text = parameters.get("limit", [str(default)])[-1]
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
         raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
@@ -194,7 +194,7 @@ def limit_of(parameters: Mapping[str, Sequence[str]], default: int, most: int) -
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
-    """Return items that a conversation may have. Raises ApiError 400, 404."""
+    """Return the items, checked for use in a conversation. Raises ApiError 400, 404."""
     check_n_messages(exchange.gate, items, "items")
     check_items(items := await resolved(exchange, items))
     return items

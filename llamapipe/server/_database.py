@@ -1,10 +1,11 @@
 """A SQLite file of the server, which all of its processes share: one thread writes, others read.
 
-Open it to change how a file is opened, checked, written and read. ``_store.py`` and ``_files.py`` say what is in them.
+Open it to change how a file is opened, checked, written and read. ``_store.py`` and ``_files.py`` define the contents.
 
-Writes are transactions of one thread of this process; a kill leaves all of one or nothing. Reads use further
-connections, and never wait for writers (WAL). Neither belongs on an event loop's thread: call ``read`` in a thread,
-``write`` is awaited. What is deleted is overwritten in the file (``secure_delete``), and the file shrinks.
+One thread of this process makes all writes, in transactions; after a kill, each is in the file completely or not at
+all. Reads use separate connections and never wait for writers (WAL). Neither belongs on an event loop's thread: call
+``read`` in a thread, and await ``write``. Deleted data is overwritten in the file (``secure_delete``), and the file
+shrinks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StoreError(OSError):
 
 
 class MissingError(LookupError):
-    """There is nothing with this id, or it is another owner's. ``kind``: what was looked for."""
+    """Nothing has this id, or it belongs to another owner. ``kind``: what was looked for."""
 
     def __init__(self, kind: str, wanted: str) -> None:
         super().__init__(f"no {kind} has the id {wanted}")
@@ -54,9 +55,9 @@ class MissingError(LookupError):
 
 
 class FullError(Exception):
-    """A client's part is used up. The message says of what, and how much.
+    """A client's share of the space is used up. The message says of which, and how large it is.
 
-    ``fits_later``: it would fit once others have ended; ``is_too_large``: it would not fit into an empty part.
+    ``fits_later``: it would fit once others have ended. ``is_too_large``: it would not fit even into an empty share.
     """
 
     def __init__(self, message: str, fits_later: bool = False, is_too_large: bool = False) -> None:
@@ -66,10 +67,10 @@ class FullError(Exception):
 
 
 class Database:
-    """One file, open until ``close``. Any thread.
+    """One file, open until ``close``. Any thread may use it.
 
-    ``schema``, ``application``, ``version``: identify a kind of file. Raises OSError if the file cannot be used or
-    others may read it, StoreError if it is damaged or none of its kind.
+    ``schema``, ``application``, ``version``: identify the kind of file. Raises OSError if the file cannot be used or
+    other users may read it, StoreError if it is damaged or of another kind.
     """
 
     schema: ClassVar[str]
@@ -111,7 +112,7 @@ class Database:
         return f"<{type(self).__name__} {self.path}>"
 
     def close(self, drain: bool = False) -> None:
-        """End the thread after the transactions that wait, and close the file. A second call does nothing."""
+        """End the thread after the waiting transactions, and close the file. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -127,8 +128,8 @@ class Database:
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function(*arguments)``, as a transaction of the thread that writes.
 
-        Raises StoreError if the disk is full, too slow or failed, MissingError. Cancelled or late, nothing is stored,
-        unless the transaction has ended already.
+        Raises StoreError if the disk is full, too slow or failed, MissingError. If the call is cancelled or times out,
+        nothing is stored, unless the transaction has already ended.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -144,11 +145,11 @@ class Database:
 
     @property
     def writer(self) -> sqlite3.Connection:
-        """The connection of the thread that writes; inside of ``write``."""
+        """The connection of the thread that writes; use it only inside ``write``."""
         return self._writer
 
     def tell(self, error: StoreError) -> None:
-        """Log a failure, not more than once a minute."""
+        """Log a failure, at most once a minute."""
         now = time.monotonic()
         if now - self._told_at >= _TELL_S:
             self._told_at = now
@@ -185,22 +186,22 @@ class Database:
 
     # ---- of a kind of files
     def _tidy(self, at_start: bool = False) -> None:
-        """Delete what is too old or too much. Called at the end of each transaction, and now and then.
+        """Delete what is too old or exceeds the limit. Called at the end of each transaction, and at intervals.
 
         Raises StoreError if what was written does not fit.
         """
         raise NotImplementedError
 
     def _clock_has_jumped(self) -> bool:
-        """Return whether ages cannot be told, because the clock was set ahead since the file was opened."""
+        """Return whether the clock was set ahead since the file was opened, so that ages are unknown."""
         return time.time() - _passed_s() - self._clock_s > _JUMP_S
 
     def _look_again(self) -> None:
-        """Look at the file again: other processes may have written."""
+        """Check the file again: other processes may have written to it."""
 
     # ---- inside
     def _prepare(self) -> None:
-        """Make the tables of a new file, and look whether an old one is sound. Raises StoreError."""
+        """Create the tables of a new file, and check an old one for damage. Raises StoreError."""
         writer = self._writer
         with _exclusive(writer):
             n_tables = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -271,7 +272,7 @@ class Database:
         return int((pages - free) * size)
 
     def _shrink(self) -> None:
-        """Give free pages back, and overwrite the log of what was deleted on request."""
+        """Return free pages to the system, and overwrite the log of what was deleted on request."""
         if not self._checkpoint_is_due:
             return
         self._writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
@@ -280,25 +281,25 @@ class Database:
 
 
 class _Job(NamedTuple):
-    """A transaction that waits; without ``future`` nobody waits for it."""
+    """A waiting transaction; without ``future``, nobody awaits its result."""
 
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop | None
     future: asyncio.Future[Any] | None
 
     def is_unwanted(self) -> bool:
-        """Return whether the one who asked for it is gone, or was told that it takes too long."""
+        """Return whether the caller is gone, or was told that it takes too long."""
         return self.future is not None and self.future.done()
 
     def settle(self, result: Any, error: Exception | None) -> None:
-        """Tell how it ended."""
+        """Give the caller the result or the error."""
         if self.loop is not None and self.future is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(settle, self.future, result, error)
 
 
 def _passed_s() -> float:
-    """Read a clock that nobody sets, and that counts the time in which the machine sleeps."""
+    """Read a clock that nobody can set, and that goes on counting while the machine sleeps."""
     if not hasattr(time, "clock_gettime"):
         return time.monotonic()
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
@@ -318,7 +319,7 @@ def encoded(value: object) -> bytes:
 
 # ---- the file
 def _check_file(path: Path) -> None:
-    """Make a file that only its user may read, or look whether it is one. Raises OSError."""
+    """Create a file that only its user may read, or check that an existing one is. Raises OSError."""
     # It is never opened here: closing it would give up the locks that SQLite holds for this process.
     with suppress(FileExistsError):
         os.close(files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -332,7 +333,7 @@ def _check_file(path: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file has this name; None: there is none."""
+    """Return the identity of the file with this name, None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -365,7 +366,7 @@ def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 
 def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
-    """Execute a statement at the start, when several processes may change the journal's mode at the same time."""
+    """Execute a statement at startup, when several processes may change the journal mode at the same time."""
     until = time.monotonic() + _OPEN_S
     while True:
         try:
@@ -379,7 +380,7 @@ def _execute_soon(connection: sqlite3.Connection, statement: str) -> None:
 
 @contextmanager
 def _exclusive(connection: sqlite3.Connection) -> Iterator[None]:
-    """Hold a transaction: all of it, or nothing after an exception."""
+    """Hold a transaction, which an exception rolls back."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -410,7 +411,7 @@ _ADVICE = {
 
 
 def _problem(error: sqlite3.Error) -> str:
-    """Return what SQLite says, with what to do about it."""
+    """Return SQLite's message, with advice where there is any."""
     text = str(error)
     advice = next((advice for words, advice in _ADVICE.items() if words in text), None)
     return text if advice is None else f"{text} ({advice})"

@@ -79,7 +79,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /score``: pairs of texts, or one with several. ``queries`` and ``documents`` are other names."""
+    """``POST /score``: scores pairs of texts, or one text with several. ``queries``, ``documents``: other names."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -93,7 +93,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
-    """Embed one text or several, given as text or as tokens."""
+    """Embed one or several inputs, given as text or as tokens."""
     embedder, model = exchange.server.check_embedder(request.model)
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
@@ -145,9 +145,9 @@ async def embedded(
     truncate: bool,
     normalize: bool = True,
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the vectors of texts, and the number of their tokens. Raises ApiError 400.
+    """Return the vectors of texts, and their total number of tokens. Raises ApiError 400.
 
-    ``name``: the field that holds them. ``dimensions``: the length that the vectors are cut to.
+    ``name``: the field that holds them. ``dimensions``: the length to which the vectors are cut.
     """
     n = embedder.n_embd
     wanted = n if dimensions is None else dimensions
@@ -181,7 +181,7 @@ async def embedded(
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
-    """Return a row for each text. They are computed in parts, so that the event loop serves others in between."""
+    """Return a row for each text. Computes them in parts, so that the event loop serves others in between."""
     parts = [
         np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
         for i in range(0, len(tokens), _MANY)
@@ -226,7 +226,7 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
 
 
 async def score(exchange: Exchange, request: ScoreRequest) -> Response:
-    """Score pairs: with a reranker as ``/v1/rerank``, with other models the cosine of the two vectors."""
+    """Score pairs: with a reranker like ``/v1/rerank``, with other models by the cosine of the two vectors."""
     embedder, model = exchange.server.check_embedder(request.model)
     first = _texts("text_1", request.text_1, "queries", request.queries)
     second = _texts("text_2", request.text_2, "documents", request.documents)

@@ -1,4 +1,4 @@
-"""Declares what the server does with each field of a request. The type of an API's requests is its table.
+"""Declares what the server does with each field of a request: each request type is the table of its fields.
 
 A field is honoured unless its annotation says otherwise::
 
@@ -28,7 +28,7 @@ from llamapipe.server.errors import ApiError
 
 @dataclass(frozen=True, init=False)
 class Unused:
-    """The field asks for nothing that the answer depends on. Values in ``neutral`` are those of no request at all.
+    """The field does not affect the answer. Its values in ``neutral`` mean the same as leaving it out.
 
     Any other value is accepted, and the header ``x-llamapipe-unused`` names the field; with ``--strict`` it is refused.
     """
@@ -43,8 +43,8 @@ class Unused:
 class Only:
     """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
 
-    Any other value is refused. ``instead``: what to do then; by default, to leave the field out. ``details``: for
-    clients that can do without the field; see ``ApiError``.
+    Any other value is refused. ``instead``: the advice for the client; by default, to leave the field out. ``details``:
+    for clients that can do without the field; see ``ApiError``.
     """
 
     neutral: tuple[Any, ...]
@@ -62,7 +62,7 @@ Fate = Unused | Only | None  # None: the field is honoured
 
 @cache
 def fates(kind: type[msgspec.Struct]) -> dict[str, Fate]:
-    """Return the fate of each field of a request type, by its name in JSON, in the order of the type."""
+    """Return the fate of each field of a request type, by its JSON name, in the order of declaration."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.encode_name: _fate(hints[field.name]) for field in msgspec.structs.fields(kind)}
 
@@ -74,7 +74,7 @@ def _fate(hint: Any) -> Fate:
 
 @cache
 def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """Return the fields of a request type that hold an object that has fields."""
+    """Return the fields of a request type whose value is an object with declared fields."""
     hints = get_type_hints(kind)
     types = {}
     for field in msgspec.structs.fields(kind):
@@ -93,7 +93,7 @@ def unused(request: msgspec.Struct) -> tuple[str, ...]:
 def _plan(
     kind: type[msgspec.Struct],
 ) -> tuple[list[tuple[str, Unused | Only]], Callable[[Any], Any], list[str]]:
-    """Return the fields of a type that are not honoured, what reads them all, and those that hold objects."""
+    """Return a type's fields that are not honoured, a getter for all of them, and the fields that hold objects."""
     marked = [(name, fate) for name, fate in fates(kind).items() if fate is not None]
     names = [name for name, _ in marked]
     # One name stands twice because attrgetter gives no tuple for one.
@@ -132,19 +132,19 @@ def _refusal(value: object, fate: Only) -> str:
 
 
 class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A type of an API whose own server takes what does not fit it."""
+    """A request type of an API whose own server accepts bodies that do not fit the type."""
 
     @classmethod
     def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields that are taken, in the types of this class, and the names of those without effect."""
+        """Return the accepted fields, converted to the types of this class, and the names of those without effect."""
         raise NotImplementedError
 
 
 def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
-    """Return a decoded body in the form that may fit its type, and the names of its fields without effect.
+    """Return a decoded body in a form that may fit its type, and the names of its fields without effect.
 
-    Call it for a body that does not fit as it stands. The form is without the null fields of objects that have a type
-    here; free JSON stays as it is.
+    Call it for a body that does not fit as it stands. Null fields are removed from objects that have a type here; free
+    JSON stays as it is.
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()
@@ -167,7 +167,7 @@ _PLACE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def mismatch(message: str, kind: Any) -> ApiError:
-    """Return the answer for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
+    """Return the error for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
     place = _PLACE.search(message)
     path = place.group(1) if place else ""
     text = _PLACE.sub("", message)

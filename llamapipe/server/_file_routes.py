@@ -1,7 +1,7 @@
 """The routes of files and batches: ``/v1/files`` and ``/v1/batches``.
 
-Open it to change what clients see of them. No route here needs a model, so the front process of several models answers
-them itself. The form of an upload is in memory already, within the limits of every body.
+Open it to change what clients see of files and batches. No route here needs a model, so the front process of several
+models answers them itself. The form of an upload is already in memory, within the limits of every body.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_WINDOW_S = 30 * 86_400
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """When a file expires: so many seconds after it was made."""
+    """When a file expires: ``seconds`` after its creation."""
 
     anchor: str
     seconds: int
@@ -54,7 +54,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 # ---- files
 async def upload(exchange: Exchange) -> Response:
-    """``POST /v1/files``: a form with a file."""
+    """``POST /v1/files``: stores the file of a form."""
     files = _files_of(exchange)
     raw, exchange.raw = exchange.raw, b""
     fields: dict[str, bytes] = {}
@@ -107,7 +107,7 @@ async def get_file(exchange: Exchange) -> Response:
 
 
 async def delete_file(exchange: Exchange) -> Response:
-    """``DELETE /v1/files/{id}``: for good."""
+    """``DELETE /v1/files/{id}``: deletes a file for good."""
     file_id = exchange.path_params["id"]
     await _write(exchange, _files_of(exchange).delete_file, file_id)
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
@@ -193,7 +193,7 @@ async def get_batch(exchange: Exchange) -> Response:
 
 
 async def cancel_batch(exchange: Exchange) -> Response:
-    """``POST /v1/batches/{id}/cancel``: what has results keeps them."""
+    """``POST /v1/batches/{id}/cancel``: cancels a batch; results that it has are kept."""
     batch = await _write(exchange, _files_of(exchange).cancel_batch, exchange.path_params["id"])
     _wake(exchange)
     return JsonResponse(batch)

@@ -1,16 +1,16 @@
-"""Files of clients and their batches, in a SQLite file beside that of the stored answers.
+"""Clients' files and batches, in a SQLite file next to the file of stored answers.
 
-Open it to change what a batch keeps, or how much a client may. ``_file_routes.py`` has the routes, ``_batches.py``
-computes batches.
+Open it to change what is kept of a batch, or how much a client may store. ``_file_routes.py`` has the routes,
+``_batches.py`` computes batches.
 
-The principle: a file is rows, its *parts*, and the results of a batch are the parts of two files that grow: one result
-a part, whose number is that of the request's line. So a result, the counts of its batch and the size of its file are
-one transaction, and what a killed server had done is what is there. A batch belongs to the process whose name stands in
-its row, as an answer in the background does (``_runs.py``); what another one writes about it does not count.
+A file is a set of rows, its *parts*. The results of a batch go into two growing files, one part for each result, with
+the number of the request's line. So a result, the counts of its batch and the size of its file are written in one
+transaction, and a killed server loses nothing that it had finished. A batch belongs to the process whose name is in its
+row, like an answer in the background (``_runs.py``); writes by another process are refused.
 
-Each API key has an equal part of the space. Nothing is deleted to make room: an upload that does not fit is refused,
-and a batch whose results do not fit fails with those that do. Files go when they expire, batches some time after their
-end, or when their key has had many others since.
+Each API key has an equal share of the space. Nothing is deleted to make room: an upload that does not fit is refused,
+and a batch whose results do not fit fails, but keeps those that do. Files are deleted when they expire, and batches
+some time after their end, or when their key has had many others since.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ CREATE TRIGGER file_deleted AFTER DELETE ON files BEGIN DELETE FROM parts WHERE 
 
 
 class InUseError(Exception):
-    """The file is the input of a batch that has not ended."""
+    """The file is still the input of a batch that has not ended."""
 
 
 class LostError(Exception):
-    """The batch is no longer this worker's."""
+    """The batch no longer belongs to this worker."""
 
 
 class Claim(NamedTuple):
-    """A batch to compute. ``input``: the number of its file. ``n_attempts``: since its last result, with this one."""
+    """A batch to compute. ``input``: the number of its file. ``n_attempts``: with this one, since its last result."""
 
     number: int
     id: str
@@ -79,7 +79,7 @@ class Claim(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a batch is. ``is_due``: it need not wait before its next attempt."""
+    """Which worker has a batch. ``is_due``: its next attempt need not wait any longer."""
 
     number: int
     id: str
@@ -97,10 +97,10 @@ class Result(NamedTuple):
 
 
 class Files(Database):
-    """Files and batches; see ``Database``. Methods are for ``write``, those with a connection for ``read``.
+    """Files and batches; see ``Database``. Pass methods with a connection to ``read``, the others to ``write``.
 
-    ``most_bytes``: the most bytes of all files; each of ``n_owners`` has an equal part. ``days``: after which files
-    expire that say nothing else, and batches after their end.
+    ``most_bytes``: the most bytes of all files together; each of ``n_owners`` has an equal share. ``days``: the
+    lifetime of files that set none, and of batches after their end.
     """
 
     schema = _SCHEMA
@@ -144,7 +144,7 @@ class Files(Database):
         self._checkpoint_is_due = True
 
     def file(self, owner: str, file_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
-        """Return a file, as the API has it. Raises MissingError."""
+        """Return a file, in the form of the API. Raises MissingError."""
         return _file(self._row(connection, owner, file_id))
 
     def files(
@@ -161,11 +161,11 @@ class Files(Database):
     def content(
         self, owner: str, file_id: str, after: int, connection: sqlite3.Connection
     ) -> list[tuple[int, bytes]]:
-        """Return parts of a file after the number ``after``, none at its end. Raises MissingError."""
+        """Return the parts of a file that follow number ``after``, none at its end. Raises MissingError."""
         return self.parts(self._row(connection, owner, file_id)["number"], after, connection)
 
     def parts(self, number: int, after: int, connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
-        """Return parts as ``content`` does, by the number of a file."""
+        """Return parts like ``content``, by the number of a file."""
         parts: list[tuple[int, bytes]] = []
         n_bytes = 0
         for part, body in connection.execute(
@@ -178,7 +178,7 @@ class Files(Database):
         return parts
 
     def lines(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines of a file that are not blank, with their numbers from 0. In a thread; raises StoreError."""
+        """Yield the non-blank lines of a file, with their numbers from 0. Call it in a thread. Raises StoreError."""
         rest, n, after = b"", 0, -1
         while parts := self.read(self.parts, number, after):
             text = rest + b"".join(body for _, body in parts)
@@ -198,7 +198,7 @@ class Files(Database):
         self, owner: str, input_id: str, endpoint: str, window: str, window_s: int, metadata: Mapping[str, str],
         results_s: int | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Store a new batch; ``results_s``: after which its results expire. Raises MissingError, FullError."""
+        """Store a new batch. ``results_s``: the lifetime of its results. Raises MissingError, FullError."""
         row = self._row(self.writer, owner, input_id)
         waiting = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_ACTIVE})"
         if (n := self.writer.execute(waiting, (owner,)).fetchone()[0]) >= MOST_WAITING:
@@ -244,14 +244,14 @@ class Files(Database):
         return self.batch(owner, str(body["id"]), self.writer)
 
     def cancel_batch(self, owner: str, batch_id: str) -> dict[str, Any]:
-        """Begin to cancel a batch; one that has ended stays as it is. Raises MissingError."""
+        """Begin to cancel a batch; one that has ended is not changed. Raises MissingError."""
         row = self._batch(self.writer, owner, batch_id)
         if row["status"] in ("validating", "in_progress"):
             self._set(row, "cancelling")
         return self.batch(owner, batch_id, self.writer)
 
     def batch(self, owner: str, batch_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
-        """Return a batch, as the API has it. Raises MissingError."""
+        """Return a batch, in the form of the API. Raises MissingError."""
         return _shown(self._batch(connection, owner, batch_id))
 
     def batches(
@@ -264,7 +264,7 @@ class Files(Database):
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Return where the batches are that have not ended."""
+        """Return the places of the batches that have not ended."""
         rows = connection.execute(
             f"SELECT number, id, worker, status, {IS_DUE} FROM batches WHERE status IN ({_ACTIVE})",
             {"now": int(time.time())},
@@ -272,7 +272,7 @@ class Files(Database):
         return [Place(number, name, worker, status, bool(due)) for number, name, worker, status, due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Claim]:
-        """Take at most ``n`` batches, of those who have the fewest first. ``dead``: workers that have ended."""
+        """Claim at most ``n`` batches, fairly among owners. ``dead``: workers that have ended."""
         writer = self.writer
         writer.executemany("UPDATE batches SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
         claims: list[Claim] = []
@@ -294,13 +294,13 @@ class Files(Database):
         return claims
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
-        """Note that the requests of a batch are sound. Raises LostError."""
+        """Note that the requests of a batch are valid. Raises LostError."""
         row = self._mine(worker, number, "validating")
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")
 
     def done(self, number: int, connection: sqlite3.Connection) -> set[int]:
-        """Return the lines of a batch that have results."""
+        """Return the numbers of a batch's lines that have results."""
         rows = connection.execute(
             "SELECT p.number FROM batches b JOIN parts p ON p.file IN (b.output, b.errors) WHERE b.number = ?",
             (number,),
@@ -308,7 +308,7 @@ class Files(Database):
         return {line for (line,) in rows}
 
     def add_results(self, worker: str, number: int, results: Sequence[Result]) -> None:
-        """Store what requests came to. Raises LostError, FullError."""
+        """Store the results of requests. Raises LostError, FullError."""
         row = self._mine(worker, number, "in_progress")
         there = "SELECT 1 FROM parts WHERE file IN (?, ?) AND number = ?"
         files = row["output"], row["errors"]
@@ -333,7 +333,7 @@ class Files(Database):
         )
 
     def end(self, worker: str, number: int, status: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
-        """End a batch: its results are files of its owner from now on. Raises LostError."""
+        """End a batch, and make its results files of its owner. Raises LostError."""
         row = self._mine(worker, number)
         now = int(time.time())
         changes: dict[str, Any] = {"finalizing_at": now}
@@ -352,7 +352,7 @@ class Files(Database):
         self._set(row, status, changes)
 
     def release(self, worker: str, number: int | None, after_s: int = 0) -> None:
-        """Give a batch back, or all of this worker; the attempt does not count."""
+        """Give back a batch, or all batches of this worker; the attempt does not count."""
         self.writer.execute(
             "UPDATE batches SET worker = NULL, not_before = ?, n_attempts = max(n_attempts - 1, 0) "
             "WHERE worker = ? AND number = coalesce(?, number)",
@@ -462,7 +462,7 @@ def _page(
     connection: sqlite3.Connection, table: str, where: str, values: Mapping[str, Any], owner: str, start: int | None,
     limit: int, is_ascending: bool,
 ) -> list[sqlite3.Row]:  # fmt: skip
-    """Return the rows of an owner after the number ``start``, one more than ``limit``."""
+    """Return the rows of an owner that follow number ``start``, one more than ``limit``."""
     if start is not None:
         where += f" AND number {'>' if is_ascending else '<'} :start"
     return _rows(

@@ -1,4 +1,4 @@
-"""Helpers of all routes that generate text: prompts as tokens, a conversation as a job, log-probabilities.
+"""Helpers for all routes that generate text: prompts as tokens, a conversation as a job, reasoning limits.
 
 Open it to change how a request of any API becomes a call of the engine.
 """
@@ -47,7 +47,7 @@ async def tokenized(
     Raises ValueError for text that the vocabulary cannot express. A text of more than ``max_text_characters`` is
     refused if it cannot fit the context, before it is tokenized.
 
-    Clients of this API render templates themselves. So the text of a control token becomes that token, as on other
+    Clients of these APIs render templates themselves, so the text of a control token becomes that token, as on other
     servers.
     """
     vocab = state.engine.model.vocab
@@ -60,7 +60,7 @@ async def tokenized(
 
 
 def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse parts in the engine's own form, in which a text is the path of a file. Raises ApiError 400."""
+    """Refuse parts in the engine's form, in which a text may be the path of a file. Raises ApiError 400."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
@@ -85,7 +85,7 @@ async def prompts_of(
 ) -> list[list[int]]:
     """Return each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
 
-    ``n_last``: use the last so many tokens; -1: as many as fit.
+    ``n_last``: use only this many tokens at the end; -1 uses as many as fit.
     """
     if n_last is not None and n_last < -1:
         raise ApiError(
@@ -119,7 +119,7 @@ async def prompts_of(
 
 
 def given_prompts(prompt: Prompt) -> list[str | list[int | str]]:
-    """Return each prompt of a request: one where it is a text, or a list that has token ids."""
+    """Return the prompts of a request. A text, or a list that has token ids, is a single prompt."""
     if isinstance(prompt, str):
         return [prompt]
     # Most lists begin with what they have; the types of a long one are looked at by a loop in C.
@@ -133,7 +133,7 @@ async def _mixed(
 ) -> list[int]:
     """Return the tokens of a prompt whose parts are token ids and texts.
 
-    Special tokens are added to a text at its beginning. Raises ValueError.
+    Special tokens are added if it begins with a text. Raises ValueError.
     """
     if set(map(type, parts)) == {int}:
         return parts  # type: ignore[return-value]
@@ -171,10 +171,10 @@ async def _text(
 
 
 async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
-    """Return the prompt that asks for the text of a gap, at most ``n_max`` tokens.
+    """Return the prompt that asks for the text in a gap. ``n_max``: the most tokens of that text.
 
-    Raises ApiError 400, which names ``field``. Names of control tokens in the texts stay text: they are the user's
-    files.
+    Raises ApiError 400, which names ``field``. Names of control tokens in the texts stay text, because the texts are
+    the user's files.
     """
     vocab = state.engine.model.vocab
     size = len(text.prefix) + len(text.suffix) + sum(len(content) for _, content in text.extra)
@@ -187,7 +187,7 @@ async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, fi
 
 
 def n_prompts(prompt: Prompt) -> int:
-    """Return how many prompts a request gives: their number is checked before any is tokenized."""
+    """Return the number of prompts in a request, which is checked before any is tokenized."""
     return len(given_prompts(prompt))
 
 
@@ -197,9 +197,9 @@ async def n_prompt_tokens(
     tools: list[dict[str, Any]] | None,
     args: Mapping[str, Any],
 ) -> int:
-    """Count the tokens of a conversation's prompt, with its images and sounds.
+    """Count the tokens of a conversation's prompt, including its images and sounds.
 
-    Without media, they need not fit the context. Raises ApiError and InvalidRequestError.
+    Without media, the prompt need not fit the context. Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
@@ -249,7 +249,7 @@ _INDEX = re.compile(r"messages\[(\d+)\]")
 
 
 def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
-    """Return the engine's error with the index that a message has in the request, before which ``n_added`` were put."""
+    """Return the engine's error with the message's index in the request, before ``n_added`` messages were put first."""
     if not n_added:
         return error
     # Only the first: what follows may quote the client's text.
@@ -257,7 +257,7 @@ def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
 
 
 def input_tokens(n: int) -> dict[str, Any]:
-    """Return a number of tokens, as OpenAI's and llama-server's counting routes answer it."""
+    """Return a number of tokens in the form that OpenAI's and llama-server's counting routes use."""
     return {"object": "response.input_tokens", "input_tokens": n}
 
 
@@ -270,7 +270,7 @@ _ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # argume
 def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
     """Return the template's arguments, with the effort in ``field``. Raises ApiError 400.
 
-    "none" turns the reasoning off, where a template can; the others are given to it as ``reasoning_effort``.
+    "none" turns reasoning off, if the template can; other efforts are passed to it as ``reasoning_effort``.
     """
     args = dict(arguments or {})
     if effort is None:
@@ -285,7 +285,7 @@ def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field
 
 
 def check_template_args(names: Iterable[str]) -> None:
-    """Raise ApiError 400 for an argument of the template that is a field of the request."""
+    """Raise ApiError 400 for a template argument that has a separate field in the request."""
     for name in names:
         if name in TEMPLATE_PARAMETERS:
             raise ApiError(
@@ -296,7 +296,7 @@ def check_template_args(names: Iterable[str]) -> None:
 
 
 async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a request's template: its own, else the operator's."""
+    """Return the template arguments of a request, with the operator's as defaults."""
     args = dict(arguments or {})
     defaults = state.settings.default_template_args()
     if not any(name in args for name in _ABOUT_REASONING):
@@ -309,7 +309,7 @@ async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | N
 
 
 async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of reasoning for these arguments of the template, where a request gives no number."""
+    """Return the most tokens of reasoning for these template arguments, if a request gives no number."""
     effort = args.get("reasoning_effort")
     if args.get("enable_thinking") is False:
         return 0  # models may open it again, although the template has closed it in the prompt
@@ -321,14 +321,14 @@ async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int |
 
 
 class ChatJob:
-    """One conversation with its params: answered as a whole, or as one stream for each choice.
+    """One conversation with its params, answered in one piece or as one stream for each choice.
 
-    ``constraint_field``: the field of the request that holds the format of the answer, if one does. ``before``: tokens
-    that precede the prompt of a stream. ``grammars``: by tool, the field of the request that holds its grammar.
+    ``constraint_field``: the field of the request that holds the format of the answer, if any. ``before``: tokens that
+    precede the prompt of a stream. ``grammars``: for each tool, the field of the request that holds its grammar.
     ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
-    returned. ``has_system``: the operator's system prompt applies, unless it has another. ``spent_s``:
-    seconds of the request's time that are gone. ``most_ms``: see ``until_line``; 0: no limit.
-    ``n_prompt_tokens``, ``n_cached_tokens``: set when the first stream has begun.
+    returned. ``has_system``: the operator's system prompt applies, unless the conversation has one. ``spent_s``: how
+    much of the request's time is already used. ``most_ms``: see ``until_line``; 0: no limit. ``n_prompt_tokens``,
+    ``n_cached_tokens``: set when the first stream has begun.
     """
 
     def __init__(
@@ -373,9 +373,9 @@ class ChatJob:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
     async def _prepare(self) -> None:
-        """Replace the addresses of images, once, and fill in what the operator has set.
+        """Replace the addresses of images, once, and apply the operator's defaults.
 
-        The time for it is part of the request's.
+        This takes part of the request's time.
         """
         async with self._preparing:
             if self._is_prepared:
@@ -393,7 +393,7 @@ class ChatJob:
             self._is_prepared = True
 
     async def complete(self) -> ChatCompletion:
-        """Return the answer, when all choices are complete."""
+        """Return the answer when all choices are complete."""
         await self._prepare()
         if self._most_ms:
             return await self._exchange.await_streams(self._gathered())
@@ -421,11 +421,11 @@ class ChatJob:
         )
 
     async def prompt_tokens(self) -> list[int]:
-        """Return the prompt's tokens without those of images. Raises as ``tokens``."""
+        """Return the prompt's text tokens, without images. Raises the same errors as ``tokens``."""
         return [token for token in await self.tokens() if token >= 0]
 
     async def tokens(self) -> list[int]:
-        """Return the prompt, as the engine computes it; tokens of images are negative.
+        """Return the prompt's tokens as the engine computes them; tokens of images are negative.
 
         Raises ApiError, InvalidRequestError, TimeoutError.
         """
@@ -443,7 +443,7 @@ class ChatJob:
             raise self._explained(e) from None
 
     def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
-        """Return one stream for each choice. Its first item is None: the request was checked and is in the queue."""
+        """Return one stream for each choice. Its first item, None, means that the request is checked and queued."""
         streams = [self._stream(i) for i in range(self._params.n)]
         return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
 
@@ -479,7 +479,7 @@ class ChatJob:
             raise self._explained(e) from None
 
     def _explained(self, error: InvalidRequestError) -> Exception:
-        """Return the error with the field of the request that caused it, if that is known."""
+        """Return the error with the request's field that caused it, if known."""
         for tool, field in self._grammars.items():
             named = f"tool {quoted(tool)}: "
             if str(error).startswith(named):

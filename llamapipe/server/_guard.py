@@ -1,14 +1,14 @@
-"""Refuses what pages of other sites send, and bodies that are too many, before a request is looked at.
+"""Refuses requests that pages of other sites send, before anything else looks at them.
 
-A browser lets any page send requests to a server on the user's machine. It tells the server about the page in the
-headers ``Origin`` and ``Sec-Fetch-Site``, and in ``Host`` the name that the page used for the server. Three rules:
+A browser lets any page send requests to a server on the user's machine. Its headers ``Origin`` and ``Sec-Fetch-Site``
+describe the page, and ``Host`` has the name that the page used for the server. There are three rules:
 
-- The host must be ours while the server listens on loopback. A page whose name first leads to its own server and then
-  to 127.0.0.1 (DNS rebinding) is of the same origin to the browser; only ``Host`` shows the foreign name.
-- The page must be of this server, of this machine, of an editor or desktop app, or of an origin in ``cors_origins``.
-- A browser's body must say that it is JSON. Other types need no permission from the server, so any page can send them.
+- While the server listens on loopback, the host must be ours. If a page's name first resolves to its own server and
+  then to 127.0.0.1 (DNS rebinding), the browser sees the same origin; only ``Host`` shows the foreign name.
+- The page must belong to this server, this machine, an editor or desktop app, or an origin in ``cors_origins``.
+- A body from a browser must be declared as JSON. Any page can send other types without the server's permission.
 
-Clients that are no browsers send neither of the two headers, and the last two rules do not concern them.
+Clients that are not browsers send neither of the first two headers, so the last two rules do not affect them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-not-stored, x-llamapi
 class Guard:
     """Middleware that answers 403 to foreign hosts and pages, 415 to bodies of other types, and preflight requests.
 
-    The allowed origins get the headers with which a browser lets the page read the answer.
+    Allowed origins get the headers that make a browser let the page read the answer.
     """
 
     def __init__(self, app: ASGIApp, state: Gate) -> None:
@@ -169,14 +169,14 @@ class Guard:
 
 
 def listens_on_loopback(state: Gate, scope: Scope) -> bool:
-    """Return whether only programs of this machine reach the server."""
+    """Return whether only programs on this machine can reach the server."""
     address = state.bound_to or (scope.get("server") or ("", None))[0]
     ip = _address(address.strip("[]"))
     return address == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def _allow(exchange: Exchange) -> Response:
-    """Answer a preflight request: a browser asks whether the page may send another one."""
+    """Answer a preflight request, with which a browser asks whether the page may send the actual one."""
     headers = {
         "access-control-allow-methods": _METHODS,
         "access-control-allow-headers": exchange.headers.get("access-control-request-headers", "*"),
@@ -190,7 +190,7 @@ def _allow(exchange: Exchange) -> Response:
 def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
     """Return whether the user follows a link to the server's page.
 
-    The page that has the link cannot look into it.
+    The page that has the link cannot read the answer.
     """
     return (
         scope["method"] == "GET"
@@ -202,7 +202,7 @@ def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
 
 
 def _name(authority: str) -> str:
-    """Return the host of ``host:port``, in the form in which hosts are compared; empty for what is neither."""
+    """Return the host of ``host:port``, normalized for comparison; empty if the text is invalid."""
     match = _AUTHORITY.fullmatch(authority.strip().lower())
     return "" if match is None else next(filter(None, match.groups())).removesuffix(".")
 
@@ -214,7 +214,7 @@ def _lower(values: list[bytes]) -> list[bytes]:
 def _is_own_name(name: str) -> bool:
     """Return whether a host can only be this machine, or a name that nobody can register.
 
-    Such a name is one without a dot, or of a container.
+    Nobody can register a name without a dot, or the name of a container.
     """
     if _is_loopback_name(name) or name in _CONTAINER_HOSTS:
         return True

@@ -1,7 +1,7 @@
-"""Requests that the server makes to itself: for answers in the background, and for batches.
+"""Requests that the server makes to itself, for answers in the background and for batches.
 
-They take the way of every request: the same routes, limits of fields, log and metrics. Only the key is not asked for,
-because it was when the work was given, and they count for no limit of requests at once.
+They are handled like every request, with the same routes, field limits, log and metrics. Two things differ: the key is
+not checked again, because it was when the work was submitted, and they do not count towards ``max_requests``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BUSY = (
 
 
 class Inside(NamedTuple):
-    """The client for whom a request is made. ``key``: the digest of an API key; None: there are no keys.
+    """The client for whom a request is made. ``key``: the digest of an API key, None without keys.
 
-    ``answer``: the id of a stored answer, without its prefix. ``worker``: see ``_runs.py``. ``priority``: in the
-    engine, see ``SamplingParams``.
+    ``answer``: the id of a stored answer, without its prefix. ``worker``: see ``_runs.py``. ``priority``: see
+    ``SamplingParams``.
     """
 
     key: bytes | None = None
@@ -39,26 +39,26 @@ class Inside(NamedTuple):
 
 
 class LaterWork(Protocol):
-    """Computes when no client waits; ``_background.py`` has it. On the event loop's thread."""
+    """Computes work for which no client waits; see ``_background.py``. Use it on the event loop's thread."""
 
     def start(self) -> None:
-        """Begin, also with what a server before this one left. A second call does nothing."""
+        """Start computing, including what an earlier server left unfinished. A second call does nothing."""
 
     async def stop(self) -> None:
-        """Leave what is not complete to the next server, or to other processes of this one."""
+        """Stop, and leave unfinished work to the next server or to this server's other processes."""
 
     def wake(self) -> None:
-        """Wake the task that computes: there may be something to compute, or to end."""
+        """Wake the computing task: there may be something to compute or to cancel."""
 
     def tell(self) -> None:
-        """Tell those who wait that streams have something new."""
+        """Notify the waiting readers that streams have new events."""
 
     async def news(self) -> bool:
-        """Wait until a stream may have something new. False: the server ends."""
+        """Wait until a stream may have new events. Returns False if the server is shutting down."""
 
 
 class InsideAnswer(NamedTuple):
-    """``status``: 0 if there was no answer. ``is_whole``: it was not cut off."""
+    """The end of an answer. ``status``: 0 if there was no answer. ``is_whole``: the answer was not cut off."""
 
     status: int
     is_whole: bool
@@ -71,7 +71,7 @@ async def post(
     take: Callable[[bytes], Awaitable[None]],
     inside: Inside | None = None,
 ) -> InsideAnswer:
-    """Ask an application. ``take``: gets the parts of the body of the answer. Cancel it to hang up."""
+    """Post to an application. ``take``: gets the parts of the answer's body. Cancel the call to hang up."""
     status, is_whole = 0, False
     requests: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -1,6 +1,6 @@
 """Runs a request in the engine and gives the parts of its answer to an encoder.
 
-Open it for what every streamed answer does, whatever API it came by: when its headers are sent, what is counted.
+Open it to change what every streamed answer does, in any API: when its headers are sent, and what is counted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Part_co = TypeVar("Part_co", ChatDelta, Delta, covariant=True)
 
 
 class Job(Protocol[Part_co]):
-    """A request of the engine, as one stream for each choice.
+    """A request to the engine, as one stream for each choice.
 
     ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once their streams have begun. ``running``: the
-    streams, None before they are submitted.
+    streams, each None until it is submitted.
     """
 
     @property
@@ -40,16 +40,16 @@ class Job(Protocol[Part_co]):
     def running(self) -> Sequence[AsyncStream | AsyncChatStream | None]: ...
 
     def streams(self) -> Sequence[AsyncGenerator[Part_co | None, None]]:
-        """Return one stream for each choice. The first item is None: the request was checked and is in the queue."""
+        """Return one stream for each choice. The first item, None, means that the request is checked and queued."""
 
     async def prompt_tokens(self) -> list[int]:
         """Return the tokens of the prompt, without those of images."""
 
 
 class TextJob:
-    """Prompts of tokens with their params: ``n`` choices of each.
+    """Tokenized prompts with their params: ``n`` choices of each.
 
-    ``is_empty``: no tokens are asked for. The engine computes the prompt and one token, which is not returned.
+    ``is_empty``: the request asks for no tokens. The engine computes the prompt and one token, which is not returned.
     ``most_ms``: see ``until_line``; 0: no limit.
     """
 
@@ -79,7 +79,7 @@ class TextJob:
 
     @property
     def n_cached_tokens(self) -> int:
-        """The cached tokens of all prompts."""
+        """The number of cached tokens of all prompts."""
         return sum(self._n_cached)
 
     async def prompt_tokens(self) -> list[int]:
@@ -87,9 +87,9 @@ class TextJob:
         return self._prompts[0]
 
     async def complete(self) -> list[Completion]:
-        """Return the answers, when all choices are complete.
+        """Return the answers when all choices are complete.
 
-        They are ``params.n`` choices of each prompt, or ``n`` with a limit.
+        There are ``params.n`` choices of each prompt, or ``n`` with a time limit.
         """
         if self._most_ms:
             return await self._exchange.await_streams(self._gathered())
@@ -118,7 +118,7 @@ class TextJob:
         return completions
 
     def counts_of(self, done: Sequence[Completion]) -> Counts:
-        """Return the tokens of whole answers."""
+        """Return the token counts of complete answers."""
         return Counts(
             sum(completion.n_prompt_tokens for completion in done),
             sum(completion.n_cached_tokens for completion in done),
@@ -130,7 +130,7 @@ class TextJob:
     async def prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
         """Return the log-probabilities of each prompt's tokens, for a stream that shows them first.
 
-        None: not asked for.
+        Returns None if the request did not ask for them.
         """
         asked = self._params
         if asked.prompt_logprobs is None:
@@ -148,7 +148,7 @@ class TextJob:
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
-        """Return one stream for each choice, those of the first prompt first."""
+        """Return one stream for each choice, starting with the first prompt's choices."""
         streams = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
         return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
 
@@ -172,7 +172,7 @@ class TextJob:
 
 
 def counts_of(done: ChatCompletion, is_empty: bool = False) -> Counts:
-    """Return the tokens of a whole answer. ``is_empty``: the request asked for none."""
+    """Return the token counts of a complete answer. ``is_empty``: the request asked for no tokens."""
     return Counts(
         done.n_prompt_tokens,
         done.n_cached_tokens,
@@ -221,7 +221,7 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
 
 
 async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
-    """Return the parts of each choice of an answer that is no stream."""
+    """Return the parts of each choice of an answer that is not streamed."""
     streams = job.streams()
     parts: list[list[Part]] = [[] for _ in streams]
     async with aclosing(merge_streams(streams)) as items:  # type: ignore[type-var]
@@ -233,7 +233,7 @@ async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
 
 
 async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
-    """Return all of an answer that is no stream."""
+    """Return the whole of an answer that is not streamed."""
     async with aclosing(parts):
         return b"".join([part async for part in parts])
 
@@ -241,7 +241,7 @@ async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
     """Yield the items of several streams as they arrive, each with the index of its stream.
 
-    Closing the iterator closes the streams. An exception of a stream is raised here.
+    Closing the iterator closes the streams. If a stream raises an exception, the iterator raises it.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

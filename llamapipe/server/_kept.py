@@ -1,10 +1,10 @@
-"""Connects a request for an answer with the store: what it continues, and what is kept of it.
+"""Connects a request to the store: what the answer continues, and what is kept of it.
 
 Open it to change which answers are stored, and what a request sees of earlier ones.
 
-The principle: an answer is stored when it ends, before the client is told that it did. So the next request, by any
-process, finds it. If it cannot be stored it is sent all the same, and says so. If the client hangs up first, nothing is
-stored. An answer in the background is stored before it begins, and changed when it ends.
+An answer is stored when it ends, before the client learns that it has ended, so the client's next request finds it in
+any process. If it cannot be stored, it is sent nevertheless and says so. If the client hangs up first, nothing is
+stored. An answer in the background is stored before it begins and updated when it ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def store_of(exchange: Exchange) -> Store:
 async def read(
     exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """Run ``function(owner, *arguments)`` of the store, one that reads, in a thread. Raises ApiError."""
+    """Run the store's ``function(owner, *arguments)``, which reads, in a thread. Raises ApiError."""
     return await read_of(exchange, store_of(exchange), function, *arguments, param=param)
 
 
 async def read_of(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """Run ``function(owner, *arguments)`` of a database, as ``read`` does of the store. Raises ApiError."""
+    """Run a database's ``function(owner, *arguments)``, as ``read`` does for the store. Raises ApiError."""
     owner = exchange.gate.owner_of(exchange)
     try:
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
@@ -58,14 +58,14 @@ async def read_of(
 
 
 async def write(exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function(owner, *arguments)`` of the store, one that writes. Raises ApiError."""
+    """Run the store's ``function(owner, *arguments)``, which writes. Raises ApiError."""
     return await write_of(exchange, store_of(exchange), function, *arguments)
 
 
 async def write_of(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """Run ``function(owner, *arguments)`` of a database, as ``write`` does of the store. Raises ApiError."""
+    """Run a database's ``function(owner, *arguments)``, as ``write`` does for the store. Raises ApiError."""
     try:
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
@@ -78,7 +78,7 @@ async def write_of(
 
 
 def _full(error: FullError) -> ApiError:
-    """Return the answer for what a client's part has no room for."""
+    """Return the error for data that does not fit into a client's share."""
     if error.is_too_large:
         return ApiError(413, str(error), code="too_large")
     if error.fits_later:
@@ -87,7 +87,7 @@ def _full(error: FullError) -> ApiError:
 
 
 def missing(error: MissingError, param: str | None = None) -> ApiError:
-    """Return the answer for an id that is not there, or is another key's."""
+    """Return the error for an id that does not exist or belongs to another key."""
     if param == "previous_response_id":  # clients know this status and this code
         return ApiError(
             400,
@@ -101,10 +101,11 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
 
 
 class Kept:
-    """One answer's part of the store; make it with ``kept_of``.
+    """One answer's connection to the store; make it with ``kept_of``.
 
-    ``earlier``: the items that come before the input. ``id``: the answer's, without its prefix. ``is_stored``: whether
-    it is to be stored, or was. ``previous``, ``conversation``: the ids of what it continues.
+    ``earlier``: the items that come before the input. ``id``: the answer's id without its prefix. ``is_stored``:
+    whether it will be or was stored. ``previous``, ``conversation``: the id of the answer or conversation that it
+    continues.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Kept:
         return f"<Kept {self.id} n_earlier={len(self.earlier)}>"
 
     async def load(self, n_items: int) -> None:
-        """Read what the answer continues. ``n_items``: the number of items in its input. Raises ApiError."""
+        """Read the items that the answer continues. ``n_items``: the number of items in its input. Raises ApiError."""
         exchange = self._exchange
         if self.previous is None and self.conversation is None:
             return
@@ -145,11 +146,11 @@ class Kept:
         exchange.hold_more(context.n_bytes)
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the input with items in place of references to stored ones. Raises ApiError 404."""
+        """Return the input with stored items in place of references to them. Raises ApiError 404."""
         return await resolved(self._exchange, items)
 
     async def keep(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> None:
-        """Store the answer, which has ended. If that fails, ``is_stored`` and a header say so."""
+        """Store the finished answer. If that fails, ``is_stored`` and a header say so."""
         if not self.is_stored:
             return
         exchange, store = self._exchange, self._exchange.gate.store
@@ -169,7 +170,7 @@ class Kept:
     async def keep_for_later(
         self, response: Mapping[str, Any], items: Sequence[Item], body: bytes, events: Sequence[bytes]
     ) -> None:
-        """Store an answer that is to be computed from a request's body. Raises ApiError.
+        """Store an answer to be computed later from a request's body. Raises ApiError.
 
         ``events``: see ``Runs.add``.
         """
@@ -208,7 +209,7 @@ def kept_of(
     previous: str | None,
     conversation: str | Mapping[str, Any] | None,
 ) -> Kept:
-    """Return what a request has to do with the store. Raises ApiError 400, 404."""
+    """Return the connection of a request to the store. Raises ApiError 400, 404."""
     if previous is not None and conversation is not None:
         raise ApiError(
             400, "previous_response_id and conversation do not go together: give one of them", "conversation"
@@ -232,9 +233,9 @@ def kept_of(
 
 
 async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
-    """Return items in place of references to stored ones. Raises ApiError 404.
+    """Return the items with stored ones in place of references to them. Raises ApiError 404.
 
-    Without a store the references stay.
+    Without a store, references are left as they are.
     """
     places = {i: item_id for i, item in enumerate(items) if (item_id := _reference(item)) is not None}
     if not places or exchange.gate.store is None:

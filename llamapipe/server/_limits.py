@@ -1,6 +1,6 @@
-"""The limits of what a request may ask for. Open it to add one that more than one route has; it knows no route.
+"""Limits on what a request may ask for. Open it to add a limit that several routes share; it knows no route.
 
-The numbers are fields of ``ServerSettings``. A limit is checked before what it limits is looked at.
+The numbers are fields of ``ServerSettings``. Each limit is checked before the data that it limits is processed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
 
 
 def refuse_long_chat(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a long conversation, as ``refuse_long`` does a text, before it is rendered."""
+    """Refuse a long conversation before it is rendered, as ``refuse_long`` does with a text."""
     refuse_long(state, "conversation", sum(_n_characters(message.get("content")) for message in messages))
 
 
@@ -45,9 +45,9 @@ def _n_characters(content: object) -> int:
 
 
 def check_n_messages(state: Gate, items: object, name: str) -> None:
-    """Raise ApiError 400 for a conversation of more messages than the server allows, before any is looked at.
+    """Raise ApiError 400 for a conversation with too many messages, before any is processed.
 
-    A message of several parts counts as many: what looks at each of them holds up the event loop.
+    Each part of a message counts as a message, because processing the parts holds up the event loop.
     """
     most = state.settings.max_messages
     if not isinstance(items, list):
@@ -72,7 +72,7 @@ _PARTS = ("content", "output", "images", "tool_calls")
 
 
 def _has_more_parts(messages: list[Any], most: int) -> bool:
-    """Return whether messages have more than so many parts; one without a list is a single part."""
+    """Return whether messages have more than ``most`` parts; a message without a list is a single part."""
     n = 0
     stack = [messages]
     while stack and n <= most:

@@ -1,8 +1,8 @@
 """llama-server's formats: ``/completion``, ``/infill`` for editors, ``/props`` and ``/slots``.
 
 Open it for what llama.vim, llama.vscode and Continue send and read. Each choice of an answer is a stream of the engine,
-also where the client asks for no stream: two of llama-server's limits, ``n_indent`` and ``t_max_predict_ms``, depend on
-the text and the time so far.
+even if the client asks for no stream, because two of llama-server's limits, ``n_indent`` and ``t_max_predict_ms``,
+depend on the text and the time so far.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 class LlamaServerRequest(Sampling, kw_only=True):
     """The fields that ``/completion`` and ``/infill`` share.
 
-    ``n_predict``: 0 computes the prompt only, -1 has no limit. ``n_indent``: the text ends with a later line that is
-    indented less. ``t_max_predict_ms``: it ends with the first line that is complete so long after the first token.
-    ``response_fields``: paths such as ``timings/prompt_n``; the answer has only these.
+    ``n_predict``: 0 computes only the prompt, -1 means no limit. ``n_indent``: the text ends at a later line that is
+    indented less. ``t_max_predict_ms``: the text ends with the first line that is completed after this many
+    milliseconds, from the first token. ``response_fields``: the only fields of the answer, as paths such as
+    ``timings/prompt_n``.
     """
 
     model: str | None = None
@@ -70,16 +71,16 @@ class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
-    """A file beside the one that is edited. Editors add fields, such as ``time``, that no prompt has."""
+    """A file other than the edited one. Editors add fields, such as ``time``, that do not go into the prompt."""
 
     text: str
     filename: str = "tmp"
 
 
 class InfillRequest(LlamaServerRequest, kw_only=True):
-    """``POST /infill``. ``prompt``: what stands before the cursor in its line, after ``input_prefix``.
+    """``POST /infill``. ``prompt``: the text before the cursor in its line, after ``input_prefix``.
 
-    ``input_extra``: other files, the most important last. ``filename``: that of the edited file.
+    ``input_extra``: other files, the most important last. ``filename``: the name of the edited file.
     """
 
     input_prefix: str
@@ -100,7 +101,7 @@ async def completion(exchange: Exchange, request: LlamaCompletionRequest) -> Res
 
 
 async def infill(exchange: Exchange, request: InfillRequest) -> Response:
-    """``POST /infill``: the text between a prefix and a suffix."""
+    """``POST /infill``: generates the text between a prefix and a suffix."""
     total_choices(exchange.server, _n_choices(request))
     state = exchange.server
 
@@ -139,7 +140,7 @@ async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prom
 async def _prepared(
     exchange: Exchange, request: LlamaServerRequest, prompts: Prompts
 ) -> tuple[_Job, LlamaServerEncoder]:
-    """Return the request as a job of the engine, and what writes its answer. Raises ApiError."""
+    """Return the request as a job of the engine, and the encoder of its answer. Raises ApiError."""
     model = exchange.server.check_model(request.model or None)
     params = _params(exchange, request)
     constraint = request.constraint()
@@ -215,7 +216,7 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
 
 
 async def lora_adapters(exchange: Exchange) -> Response:
-    """``GET /lora-adapters``: what is loaded. No request uses one unless it says so, hence the scale 0."""
+    """``GET /lora-adapters``: the loaded adapters, with scale 0, because no request uses one by default."""
     vocab = exchange.server.engine.model.vocab
     entries: list[dict[str, Any]] = []
     for i, adapter in enumerate(exchange.server.loras):
@@ -229,7 +230,7 @@ async def lora_adapters(exchange: Exchange) -> Response:
 
 # ---- the text of a choice
 class TextLimits:
-    """Ends a text where ``n_indent`` ends it. Text is held back while it may still be cut."""
+    """Cuts a text as ``n_indent`` asks. Text is held back while it may still be cut."""
 
     def __init__(self, n_indent: int | None) -> None:
         self._n_indent = n_indent or 0
@@ -243,7 +244,7 @@ class TextLimits:
         return f"<TextLimits n_characters={len(self._text)} is_over={self.is_over}>"
 
     def push(self, text: str) -> str:
-        """Take new text. Returns what can be shown."""
+        """Take new text. Returns the text that can be shown."""
         self._text += text
         if self._n_indent:
             self._follow_lines()
@@ -269,7 +270,7 @@ class TextLimits:
             self._line, self._from = None, end
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end."""
+        """Return the text that is still held back, at the end."""
         return self._shown(len(self._text))
 
     def _shown(self, end: int) -> str:
@@ -278,7 +279,7 @@ class TextLimits:
 
 
 class _Job(TextJob):
-    """The choices, each of which may end before the engine ends it; ``texts``: their prompts, once they have ended."""
+    """The choices, each of which may end before the engine ends it. ``texts``: their prompts, set when they end."""
 
     def __init__(
         self,
@@ -358,9 +359,9 @@ def _written(vocab: Vocab, token: int | None) -> str:
 
 
 async def slots(exchange: Exchange) -> Response:
-    """``GET /slots``: how many of the engine's slots compute a request. Which one is which is not told.
+    """``GET /slots``: how many of the engine's slots are busy, without saying which request is in which slot.
 
-    ``?fail_on_no_slot=1`` answers 503 if none is free.
+    With ``?fail_on_no_slot=1``, answers 503 if no slot is free.
     """
     state: ServerState = exchange.server
     n = state.engine.n_seq_max

@@ -1,7 +1,7 @@
 """MCP over streamable HTTP, with limits on what a host may send.
 
-Open it to change how an MCP server at an address is reached. Imported when the first one is: it needs the package
-``mcp``, with whose HTTP client it works.
+Open it to change how the server connects to MCP servers by address. It is imported when the first one is used, because
+it needs the package ``mcp`` and its HTTP client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def over_http(
 ) -> AbstractAsyncContextManager[TransportStreams]:
     """Open a transport to the server at an address. The package follows redirects within its host only.
 
-    ``hosts``: those that clients may name, for an address that one of them has named; None: the operator has.
+    ``hosts``: the hosts that clients may name, if a client named this address; None if the operator did.
     """
     inner: httpx2.AsyncBaseTransport = httpx2.AsyncHTTPTransport()
     if hosts is not None:
@@ -50,14 +50,14 @@ async def _over(
 
 
 class _Checked(httpx2.AsyncBaseTransport):
-    """Connects to hosts that clients may name, at checked addresses; each request is checked, also a redirected one."""
+    """Connects only to hosts that clients may name, at checked addresses; redirected requests are checked, too."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport, hosts: Sequence[str]) -> None:
         self._inner = inner
         self._hosts = hosts
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """As the inner transport. Raises ConnectError for what is refused."""
+        """Send a request with the inner transport. Raises ConnectError if the host is refused."""
         try:
             host, port = allowed_host(urlsplit(str(request.url)), self._hosts, "--mcp-url HOST")
             address = await asyncio.to_thread(address_of, host, port)
@@ -85,7 +85,7 @@ class _Limited(httpx2.AsyncBaseTransport):
         self._most = most
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """As the inner transport."""
+        """Send a request with the inner transport."""
         response = await self._inner.handle_async_request(request)
         if request.method != "GET":
             assert isinstance(response.stream, httpx2.AsyncByteStream)

@@ -1,11 +1,11 @@
-"""The tools of MCP servers in a request to ``/v1/responses``: what the model sees of them, and how its calls are run.
+"""The MCP tools in a request to ``/v1/responses``: what the model sees of them, and how its calls are run.
 
-Open it to change what a client may ask of a server, what needs its approval, or what a call leaves in the answer.
+Open it to change what a client may ask of a server, which calls need its approval, or how they appear in the answer.
 
-The model sees the tools of a server as a namespace of functions, whose name is the server's label; so nothing else of
-a request knows about MCP. When the model has finished, its calls are run one after another, and it continues with their
-results, until it calls none. In a conversation a call is an item ``mcp_call``, which holds its result as well. A call
-that needs approval is an item ``mcp_approval_request``, with which the answer ends; it is run when the client sends
+The model sees the tools of a server as a namespace of functions, named after the server's label, so no other code needs
+to know about MCP. When the model has finished, its calls are run one after another, and it continues with their results
+until it makes no more calls. In a conversation, a call is an ``mcp_call`` item, which also holds its result. A call
+that needs approval is an ``mcp_approval_request`` item, which ends the answer; the call is run when the client sends
 ``mcp_approval_response``.
 """
 
@@ -53,20 +53,20 @@ _NO_ADDRESS = (
 
 
 class Filter(NamedTuple):
-    """Some tools of a server. ``names``: None: all; ``is_read_only``: None: all."""
+    """Selects tools of a server by ``names`` and by ``is_read_only``; None selects all."""
 
     names: frozenset[str] | None = None
     is_read_only: bool | None = None
 
     def matches(self, tool: Tool) -> bool:
-        """Return whether a tool is one of them."""
+        """Return whether the filter selects a tool."""
         return (self.names is None or tool.name in self.names) and (
             self.is_read_only is None or tool.is_read_only is self.is_read_only
         )
 
 
 class Wanted(NamedTuple):
-    """A server that a request names. ``place``: in the request; ``always``, ``never``: what needs approval."""
+    """A server that a request names, at the field ``place``. ``always``, ``never``: which tools need approval."""
 
     place: str
     label: str
@@ -77,7 +77,7 @@ class Wanted(NamedTuple):
     never: Filter | None
 
     def needs_approval(self, tool: Tool) -> bool:
-        """Return whether the client must approve a call. The request can say that it need not."""
+        """Return whether the client must approve a call, which is the default."""
         if self.always is not None and self.always.matches(tool):
             return True
         return self.never is None or not self.never.matches(tool)
@@ -93,7 +93,7 @@ class Offered(NamedTuple):
 class McpTools:
     """The MCP tools of one request; make it with ``mcp_of``.
 
-    ``wanted``: the servers; ``offered``: those whose tools are known.
+    ``wanted``: the servers. ``offered``: the servers whose tools are known.
     """
 
     def __init__(self, exchange: Exchange, wanted: Sequence[Wanted]) -> None:
@@ -107,7 +107,7 @@ class McpTools:
         return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
 
     async def load(self, wanted: Wanted) -> None:
-        """Ask a server for its tools. Raises McpError; ApiError if this server ends."""
+        """Ask a server for its tools. Raises McpError, or ApiError if llamapipe's server is shutting down."""
         tools = {
             tool.name: tool
             for tool in await self._exchange.server.ask_tools(wanted.server.tools())
@@ -116,12 +116,12 @@ class McpTools:
         self.offered[wanted.label] = Offered(wanted, tools)
 
     def end(self) -> None:
-        """End what only this answer needs, when it is complete or the client is gone. Does not wait."""
+        """Close the servers that only this answer uses, when it is complete or the client is gone. Does not wait."""
         for wanted in self.wanted:
             wanted.server.end()
 
     def list_item(self, wanted: Wanted) -> Item:
-        """Return the item ``mcp_list_tools`` of a server. It has no tools if they are not known."""
+        """Return the ``mcp_list_tools`` item of a server, without tools if they are not known."""
         offered = self.offered.get(wanted.label)
         return {
             "type": "mcp_list_tools",
@@ -183,7 +183,8 @@ class McpTools:
         return tool_choice
 
     def later_choice(self, tool_choice: Any, most: int | None) -> Any:
-        """Return the engine's choice after calls have been run: none is forced again, and none is left at the limit."""
+        """Return the ``tool_choice`` after calls were run: no call is forced again, and none is allowed at the
+        limit."""
         if tool_choice == "none" or self.n_calls >= self._most(most):
             return "none"
         if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
@@ -195,9 +196,9 @@ class McpTools:
         return limit if most is None else min(most, limit)
 
     def item(self, known: ClientName) -> Item | None:
-        """Return the item of a call that the model begins: one that is run, or one that asks for approval.
+        """Return the item of a call that the model begins, either to be run or to be approved.
 
-        None if the function is no tool of a server.
+        Returns None if the function is not the tool of a server.
         """
         label = str(known.namespace)
         if (offered := self.offered.get(label)) is None:
@@ -208,7 +209,7 @@ class McpTools:
         return {"type": "mcp_call", **item, "approval_request_id": None, "output": None, "error": None}
 
     def approved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the calls that the client has approved and that were not run yet. Raises ApiError 400."""
+        """Return the calls that the client has approved and that have not been run yet. Raises ApiError 400."""
         requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
         ran = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
         answers: dict[str, bool] = {}
@@ -253,9 +254,9 @@ class McpTools:
         return calls
 
     async def run(self, item: Item, most: int | None) -> None:
-        """Run the call of an item, and put its result there. ``most``: calls of the request, None: no limit.
+        """Run the call of an item, and store the result in it. ``most``: the most calls of the request, or None.
 
-        Raises ApiError if the server ends.
+        Raises ApiError if llamapipe's server is shutting down.
         """
         limit = self._most(most)
         self.n_calls += 1
@@ -285,14 +286,14 @@ class McpTools:
             _put(item, text, None)
 
     def _keep_images(self, item: Item, result: Result) -> None:
-        """Keep the images of a result for the rest of the answer, if the model takes any."""
+        """Keep the images of a result for the rest of the answer, if the model takes images."""
         images = [part for part in result.parts if isinstance(part, Image) and _DATA.fullmatch(part.data)]
         if images and self._exchange.server.engine.model.supports_images:
             self._images[item["approval_request_id"] or item["id"]] = images
             self._exchange.hold_more(sum(len(image.data) for image in images))
 
     def with_images(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the conversation with the images of results of this answer."""
+        """Return the conversation with the images from results of this answer."""
         return [
             {**message, "content": [{"type": "text", "text": message["content"]}, *map(_part_of, images)]}
             if (images := self._images.get(message.get("tool_call_id", ""))) is not None
@@ -302,7 +303,7 @@ class McpTools:
 
 
 def mcp_of(exchange: Exchange, tools: Sequence[Mapping[str, Any]] | None) -> McpTools:
-    """Return the servers that a request names; none if this server has none. Call ``end``. Raises ApiError 400."""
+    """Return the MCP servers that a request names. Call ``end`` on the result afterwards. Raises ApiError 400."""
     listed_ones, remote = exchange.server.mcp, exchange.server.mcp_remote
     if listed_ones is None and remote is None:
         return McpTools(exchange, ())
@@ -339,9 +340,9 @@ def mcp_of(exchange: Exchange, tools: Sequence[Mapping[str, Any]] | None) -> Mcp
 
 
 def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
-    """Return a call of an MCP tool as a call of a function, and its result. None: the item is something else.
+    """Return an MCP call as a function call and its result; None for any other item.
 
-    A call that was approved has its result here, and the call itself where it asked for approval.
+    If the call was approved, this item gives only the result; its ``mcp_approval_request`` gives the call.
     """
     kind = item.get("type")
     if kind == "mcp_approval_request":
@@ -367,9 +368,9 @@ def plain_items(item: Mapping[str, Any]) -> list[Item] | None:
 
 
 def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
-    """Return the tools of a request for its answer, which is stored and shown.
+    """Return the tools of a request as its answer repeats them, which is stored and shown.
 
-    Secrets for servers are left out.
+    The secrets for servers are left out.
     """
     secret = ("headers", "authorization")
     return [
@@ -451,7 +452,7 @@ def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Filter | None, Filter | None]:
-    """Return what a request says of a server and its tools: the last fields of ``Wanted``. Raises ApiError 400."""
+    """Return a server's description, allowed tools and approval rules, as in ``Wanted``. Raises ApiError 400."""
     about = tool.get("server_description")
     if about is not None and not isinstance(about, str):
         raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
@@ -521,7 +522,7 @@ def _call_of(item: Mapping[str, Any]) -> Item:
 
 
 def _output_of(item: Mapping[str, Any]) -> str:
-    """Return what the model is told of a call's result."""
+    """Return the result of a call as the model sees it."""
     output, error = item.get("output"), item.get("error")
     if isinstance(output, str):
         return output
@@ -545,7 +546,7 @@ def _part_of(image: Image) -> dict[str, Any]:
 
 
 def _text_of(result: Result, most: int) -> str:
-    """Return a result as text, in which images are named: an item of this kind holds no more."""
+    """Return a result as text that only names the images, because an item of this kind can hold only text."""
     text = "\n".join(
         f"[image: {part.mime_type}]" if isinstance(part, Image) else part for part in result.parts
     )

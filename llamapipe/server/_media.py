@@ -1,8 +1,8 @@
-"""Fetches images that a request names by address: from a folder, and from hosts, that the operator allows.
+"""Fetches images that a request names by address, from a folder or from hosts that the operator allows.
 
-Open this file for ``--media-path`` and ``--media-url``. A client chooses the address, so everything is limited: the
-hosts, the time, and the bytes of an answer. A name that resolves to an address of a private network is refused, and the
-connection goes to the address that was checked. Redirects are checked in the same way.
+Open this file for ``--media-path`` and ``--media-url``. The client chooses the address, so the hosts, the time and the
+bytes of an answer are all limited. A name that resolves to a private address is refused, and the connection goes to the
+address that was checked. Redirects are checked in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ENGINE_PLACE = re.compile(r"messages\[(\d+)\]: part (\d+) of the content")
 
 
 class PlacedPart(dict[str, Any]):
-    """An image or a sound of a message. ``place``: where it is in the request, if not in the message."""
+    """An image or a sound of a message. ``place``: its field in the request, if that is outside the message."""
 
     def __init__(self, place: str, part: Mapping[str, Any]) -> None:
         super().__init__(part)
@@ -50,13 +50,13 @@ class PlacedPart(dict[str, Any]):
 
 
 def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
-    """Return where the request has a part of a message."""
+    """Return the field of the request that holds a part of a message."""
     part = messages[index]["content"][i]
     return part.place if isinstance(part, PlacedPart) else f"messages.{index}.content.{i}"
 
 
 def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
-    """Return the engine's error about an image or a sound with its place in the request; other errors unchanged."""
+    """Return the engine's error about an image or a sound with its field in the request; other errors unchanged."""
     match = _ENGINE_PLACE.match(str(error))
     if match is None:
         return error
@@ -71,7 +71,7 @@ def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]
 async def with_media(
     exchange: Exchange, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the messages with the images that their addresses name; the same object if there are no addresses.
+    """Return the messages with images in place of their addresses; the same object if there are no addresses.
 
     Raises ApiError 400, InvalidRequestError; TimeoutError after ``timeout_s``.
     """
@@ -139,12 +139,12 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
 
 @lru_cache(maxsize=1)
 def _threads() -> LongWork:
-    """Return threads that only fetch, so that slow hosts delay no other work. They take clients in turn."""
+    """Return the threads for fetching, which slow hosts may block without delaying other work. Clients take turns."""
     return LongWork(_N_THREADS)
 
 
 class _Ending:
-    """Ends a fetch: at its deadline, or when nobody waits for it. Any thread."""
+    """Ends a fetch at its deadline, or when nobody waits for it any more. Any thread may use it."""
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -171,7 +171,7 @@ class _Ending:
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
     """Fetch the file at an address. Blocks until it is there.
 
-    ``allowed``: hosts, with a port where it is not the scheme's. Raises Refused.
+    ``allowed``: the allowed hosts, with a port unless it is the scheme's default. Raises Refused.
     """
     deadline = monotonic() + MOST_SECONDS
     timer = threading.Timer(MOST_SECONDS, ending.end)

@@ -1,6 +1,6 @@
-"""Shows other processes that this one lives: a file whose lock the system frees when the process ends, however it does.
+"""Shows other processes that this one is alive, by a lock on a file that the system releases however the process ends.
 
-Nobody waits until a process that was killed is taken for dead, and one that is slow is never taken for dead.
+So a killed process is recognized as dead at once, and a slow one is never mistaken for dead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llamapipe.cache_file import locked, remove_if_dead
 
 
 class Presence:
-    """The sign of this process for others that use a file. ``name``: empty until ``sign_in``. Not on an event loop."""
+    """The presence of this process for others that use a file. ``name``: empty until ``sign_in``. Its calls block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class Presence:
         return f"<Presence {self.name}>"
 
     def sign_in(self) -> None:
-        """Make the file; remove those of processes that have ended. A second call does nothing. Raises OSError."""
+        """Create the file, and remove the files of ended processes. A second call does nothing. Raises OSError."""
         if self._lock is not None:
             return
         for old in self._path.parent.glob(f"{escape(self._path.name)}-at-*"):
@@ -43,7 +43,7 @@ class Presence:
             self._lock = None
 
     def dead(self, names: Iterable[str | None]) -> list[str]:
-        """Return which of these names are of other processes that have ended."""
+        """Return which of these names belong to other processes that have ended."""
         dead = []
         for name in {name for name in names if name is not None} - {self.name}:
             remove_if_dead(self._file(name))

@@ -13,9 +13,9 @@ _MOST_OF_PATH = 200  # characters; so that an entry has about a kilobyte at most
 
 
 class Recent:
-    """The last requests that were about a model. On the event loop's thread.
+    """The last requests that used a model. Use it on the event loop's thread.
 
-    ``n``: how many are kept; 0: none. ``model``: the name of the model that computes them, if it is one.
+    ``n``: how many are kept, 0 for none. ``model``: the name of the model that computes them, if there is only one.
     """
 
     def __init__(self, n: int) -> None:
@@ -28,7 +28,7 @@ class Recent:
     def add(self, request: ClientRequest, seconds: float) -> None:
         """Note an answered request.
 
-        Those that ask the engine for nothing are left out, but for what it refused.
+        Requests that ask the engine for nothing are left out, unless they were refused.
         """
         times, status = request.times, request.status
         is_refused = request.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)

@@ -60,7 +60,7 @@ _HOSTED_ITEMS = (
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``effort`` is given to the template."""
+    """How the model reasons. ``effort`` is passed to the template."""
 
     effort: str | None = None
     summary: Annotated[str | None, Unused()] = None
@@ -70,7 +70,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer's text. ``strict`` has no effect: a schema always holds."""
+    """The format of the answer's text. ``strict`` has no effect: the schema is always enforced."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -149,7 +149,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     request_id: Annotated[str | None, Unused()] = None
 
     def unused(self, has_store: bool, has_mcp: bool) -> tuple[str, ...]:
-        """Return what the request asks for and has no effect, besides fields.
+        """Return what has no effect in the request, in addition to whole fields.
 
         Raises ApiError 400 for an unknown value.
         """
@@ -171,9 +171,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 def check_include(names: Sequence[str]) -> list[str]:
-    """Return those of the parts of an answer to include that no answer has here.
+    """Return the values of ``include`` that have no effect here.
 
-    Raises ApiError 400 for an unknown one.
+    Raises ApiError 400 for an unknown value.
     """
     asked = [name for name in names if name != LOGPROBS]
     for name in asked:
@@ -186,10 +186,10 @@ def check_include(names: Sequence[str]) -> list[str]:
 def messages_of(
     instructions: str | None, input_items: Sequence[Item], tools: Tools, earlier: Sequence[Item] = ()
 ) -> list[Message]:
-    """Return the conversation, the instructions first. Raises ApiError, which names the place.
+    """Return the conversation, with the instructions first. Raises ApiError, which names the field.
 
-    ``tools``: their names tell how the model knows the tools that were called. ``earlier``: stored items, before those
-    that are given.
+    ``tools``: give the names by which the model knows the tools that were called. ``earlier``: stored items that
+    precede the given ones.
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -216,7 +216,7 @@ def _items_of(request: ResponsesRequest) -> list[Item]:
 
 
 def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
-    """Add an item. Reasoning, text and calls of one answer become one message."""
+    """Add an item to the messages. Reasoning, text and calls of one answer become one message."""
     kind = item.get("type")
     if kind is None:  # the API lets messages and references leave it out
         kind = "item_reference" if "id" in item and "role" not in item else "message"
@@ -277,14 +277,14 @@ def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
 
 
 def _answer(messages: list[Message]) -> Message:
-    """Return the message of the model that is being put together."""
+    """Return the model's message that is being assembled."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _parts(place: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return the content of a message: text, or parts where it has images and sounds."""
+    """Return the content of a message: text, or parts if it has images or sounds."""
     if not isinstance(content, list) or not any(is_media(part) for part in content):
         return _text(place, content)
     parts: list[dict[str, Any]] = []
@@ -333,7 +333,7 @@ _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesReq
 
 
 async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
-    """Answer an input, as a whole, as a stream, or later."""
+    """Answer an input, in one piece, as a stream, or in the background."""
     request.check()
     if is_later := request.background and exchange.gate.inside_of(exchange).worker is None:
         _background.check(exchange, request.store)
@@ -376,7 +376,7 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
 
 
 def _tools(exchange: Exchange, request: ResponsesRequest, mcp: McpTools) -> Tools:
-    """Return the tools of the request, with those of the servers that it names. Raises ApiError."""
+    """Return the tools of the request, including those of the MCP servers that it names. Raises ApiError."""
     tools = tools_of(mcp.expanded(request.tools), mcp.choice(request.tool_choice), is_flat=True)
     exchange.note_unused(tools.unused)
     return tools
@@ -418,7 +418,7 @@ def _job(
 ) -> ChatJob:
     """Return the request as a job of the engine. Raises ApiError.
 
-    ``n_output``, ``spent_s``: tokens and seconds of jobs before it.
+    ``n_output``, ``spent_s``: the tokens and seconds that earlier jobs used.
     """
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise ApiError(
@@ -449,7 +449,7 @@ def _job(
 
 
 def _schema(request: ResponsesRequest) -> Any:
-    """Return the JSON schema that the answer must match, None for any text."""
+    """Return the JSON schema that the answer must match; None allows any text."""
     form = None if request.text is None else request.text.format
     if form is None or form.type == "text":
         return None
@@ -463,7 +463,7 @@ def _schema(request: ResponsesRequest) -> Any:
 class _Answer:
     """The answer to one request. ``parts`` computes it; then ``stored`` returns it.
 
-    It has several jobs if the model calls tools of MCP servers: each but the last ends with calls, which are run.
+    If the model calls MCP tools, the answer has several jobs; each but the last ends with calls, which are then run.
     """
 
     def __init__(
@@ -584,7 +584,8 @@ class _Answer:
     async def _ran(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
         """Run calls of MCP tools, unless the text ended at a limit.
 
-        Meanwhile the cells of the conversation stay. If the client goes away, they are the first to go.
+        The conversation's cells stay in the KV cache while tools run. If the client disconnects, they are the first to
+        be evicted.
         """
         engine, is_gone = self._exchange.server.engine, False
         engine.hold_conversation(self._name)
@@ -619,13 +620,13 @@ class _Answer:
             ) from None
 
     def is_again(self, error: Exception) -> bool:
-        """Return whether the answer is one in the background that is tried again after this error."""
+        """Return whether this is a background answer that is tried again after the error."""
         answer = api_error(error)
         is_busy = answer is not None and answer.status in BUSY
         return is_busy and self._exchange.gate.inside_of(self._exchange).worker is not None
 
     def fail(self, error: Exception) -> bool:
-        """End the answer with an error. False: the error is an unexpected one."""
+        """End the answer with an error. Returns False if the error is unexpected."""
         answer = api_error(error)
         if answer is None:
             return False
@@ -633,7 +634,7 @@ class _Answer:
         return True
 
     async def later(self) -> Response:
-        """Store the request, to be answered in the background."""
+        """Store the request to be answered in the background."""
         response = {**self._encoder.response(), "status": "queued"}
         is_stream = bool(self._request.stream)
         asked = {
@@ -649,15 +650,16 @@ class _Answer:
         return await _background.later(self._exchange, response["id"], response, is_stream)
 
     async def stored(self) -> dict[str, Any]:
-        """Return the response that has ended, stored if it is to be stored."""
+        """Return the finished response, and store it if the request asks for that."""
         response = self._encoder.response(self._n_input, self._n_cached)
         await self._kept.keep(response, self._given, self._encoder.output)
         return {**response, "store": self._kept.is_stored}
 
     def ping(self) -> bytes:
-        """Return a sign of life of the stream: a comment, and now and then an event.
+        """Return a sign of life for the stream: a comment, and occasionally an event.
 
-        Codex gives up after five minutes without an event. Those of an answer in the background would be stored.
+        Codex gives up after five minutes without an event. A background answer has only comments, because its events
+        are stored.
         """
         is_later = self._exchange.gate.inside_of(self._exchange).worker is not None
         if is_later or perf_counter() - self._told_at < _SIGN_S:
@@ -681,7 +683,7 @@ class _Answer:
 
 
 def _fields(request: ResponsesRequest, model: str, kept: Kept) -> dict[str, Any]:
-    """Return those fields of the response that say what was asked for."""
+    """Return the fields of the response that repeat the request."""
     text_format = None if request.text is None else request.text.format
     effort = None if request.reasoning is None else request.reasoning.effort
     return {

@@ -1,13 +1,14 @@
-"""Answers that are computed in the background: the part of the store that says which, by whom, and what was told.
+"""The part of the store about background answers: which there are, who computes them, and what their streams sent.
 
-Open it to change what waits, who takes it, or how often it is tried. ``_background.py`` computes them.
+Open it to change which answers wait, which process takes one, or how often it is tried. ``_background.py`` computes
+them.
 
-The principle: a *run* is a row beside its answer, which is stored from the beginning. A process that takes a run writes
-its name there; a run whose process has ended is anybody's again. So each is computed by one process, and none is lost.
-What a process writes about a run counts only while its name stands there: whoever was taken for dead, or whose run was
-cancelled, changes nothing. The answer and the end of its run are one transaction.
+A *run* is a row for an answer, which is stored from the beginning. A process that takes a run writes its name in the
+row; when that process ends, any other may take the run. So only one process computes each run, and none is lost. A
+process can change a run only while its name is in the row: one that was taken for dead, or whose run was cancelled,
+changes nothing. The answer and the end of its run are written in one transaction.
 
-What a stream tells is stored, with numbers that never return: an attempt that begins anew goes on counting.
+The events of a stream are stored, with numbers that are never reused: a new attempt continues the numbering.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MOST_EVENTS = 1000  # that are read at once
 
 
 class Run(NamedTuple):
-    """An answer to compute. ``n_next``: the number of its next event. ``n_attempts``: with this one."""
+    """An answer to compute. ``n_next``: the number of its next event. ``n_attempts``: including this one."""
 
     id: str
     owner: str
@@ -41,9 +42,9 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a run is. ``worker``: who computes it. ``is_due``: it need not wait before its next attempt.
+    """Which worker has a run. ``is_due``: its next attempt need not wait any longer.
 
-    One that would have to wait longer than it ever has to is due: the clock was put back.
+    A run whose wait exceeds the longest possible one is also due, because the clock was set back.
     """
 
     id: str
@@ -52,7 +53,7 @@ class Place(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The part of a stream after an event. ``final``: the answer, if it has ended and there is nothing more."""
+    """The part of a stream after an event. ``final``: the answer, if it has ended and no events follow."""
 
     events: list[tuple[int, bytes]]
     final: dict[str, Any] | None
@@ -60,7 +61,7 @@ class Told(NamedTuple):
 
 
 class Runs:
-    """The runs of a store. Its methods are for ``Store.write``, but for those with a connection: ``Store.read``."""
+    """The runs of a store. Pass methods with a connection to ``Store.read``, the others to ``Store.write``."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -76,9 +77,9 @@ class Runs:
     def add(
         self, owner: str, answer: NewAnswer, body: bytes, events: Sequence[bytes], most: int, most_bytes: int
     ) -> None:
-        """Store an answer that is to be computed from a request's ``body``.
+        """Store an answer to be computed later from a request's ``body``.
 
-        ``events``: the first ones of its stream, if it has one. ``most``: the most runs of one owner; ``most_bytes``:
+        ``events``: the first events of its stream, if it has one. ``most``: the most runs of one owner. ``most_bytes``:
         the store's limit. Raises FullError, StoreError, MissingError.
         """
         most_of_owner, most_of_all = most_bytes // _OF_OWNER, most_bytes // _OF_ALL
@@ -110,7 +111,7 @@ class Runs:
         self._insert(answer.id, thread, 0, events)
 
     def cancel(self, owner: str, answer_id: str) -> tuple[dict[str, Any], bool]:
-        """End a run. Returns the answer, and whether it was one in the background. Raises MissingError."""
+        """End a run. Returns the answer, and whether it was a background answer. Raises MissingError."""
         body = self._store.answer(owner, answer_id, self._writer)
         ended = self._writer.execute("DELETE FROM runs WHERE id = ? AND NOT is_done", (answer_id,)).rowcount
         if ended:
@@ -119,7 +120,7 @@ class Runs:
         return body, bool(body.get("background"))
 
     def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
-        """Return what a stream tells after the event ``after``. None: the answer has none. Raises MissingError."""
+        """Return the part of a stream after event ``after``, None if the answer has no stream. Raises MissingError."""
         answer = self._store.answer(owner, answer_id, connection)
         last = connection.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
             0
@@ -137,7 +138,7 @@ class Runs:
     def listed(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
         """Return the runs of an owner that have not ended, the newest first.
 
-        ``n_events``: that their streams have told.
+        ``n_events``: the number of events that a stream has sent.
         """
         rows = connection.execute(
             "SELECT r.id, r.worker, r.n_attempts, a.body, "
@@ -162,12 +163,12 @@ class Runs:
 
     # ---- of those who compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Return where all runs are."""
+        """Return the places of all runs."""
         rows = connection.execute(f"SELECT id, worker, {IS_DUE} FROM runs", {"now": int(time.time())})
         return [Place(answer_id, worker, bool(is_due)) for answer_id, worker, is_due in rows]
 
     def claim(self, worker: str, dead: Sequence[str], n: int) -> list[Run]:
-        """Take at most ``n`` runs, of those who have the fewest first. ``dead``: workers that have ended."""
+        """Claim at most ``n`` runs, fairly among owners. ``dead``: workers that have ended."""
         writer = self._writer
         writer.executemany("UPDATE runs SET worker = NULL WHERE worker = ?", [(name,) for name in dead])
         writer.execute("DELETE FROM runs WHERE is_done AND worker IS NULL")
@@ -198,7 +199,7 @@ class Runs:
         return runs
 
     def add_events(self, worker: str, answer_id: str, first: int, events: Sequence[bytes]) -> bool:
-        """Store what a stream tells, from the number ``first``. False: the run is not this worker's."""
+        """Store events of a stream, numbered from ``first``. Returns False if the run is not this worker's."""
         row = self._writer.execute(
             "SELECT thread, n_first FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()
@@ -211,7 +212,7 @@ class Runs:
         return row is not None
 
     def release(self, worker: str, answer_id: str | None, after_s: int, counts: bool) -> None:
-        """Give a run back, or all of this worker: for a later attempt. ``counts``: whether this one did."""
+        """Give back a run, or all runs of this worker, for a later attempt. ``counts``: whether this attempt counts."""
         self._writer.execute(
             "UPDATE runs SET worker = NULL, not_before = ?, n_attempts = n_attempts - ? "
             "WHERE worker = ? AND id = coalesce(?, id)",
@@ -219,7 +220,7 @@ class Runs:
         )
 
     def end(self, worker: str, answer_id: str, error: Mapping[str, Any]) -> None:
-        """End a run of this worker: with the answer that it has stored, or as failed."""
+        """End a run of this worker, as complete if its answer is stored, or else as failed."""
         row = self._writer.execute(
             "SELECT is_done FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()

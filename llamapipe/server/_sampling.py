@@ -1,8 +1,8 @@
 """The options of a request: those of the table, and their names in the APIs of OpenAI, vLLM, SGLang and llama-server.
 
-Open this file for what a request's body may say about sampling. The fields of llamapipe's options are made from
-``_sampling_table``; a format that the answer must match has several names, of which a request may give one. Errors name
-the field that the request has.
+Open this file to change what a request's body may say about sampling. The fields of llamapipe's options are generated
+from ``_sampling_table``. A format that the answer must match has several names, and a request may give only one. Errors
+name the field as it is in the request.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def slot_name(slot: int | str | None, field: str = "id_slot") -> str:
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's name of the format of the answer's text; ``schema`` is llama-server's."""
+    """The format of the answer's text, in OpenAI's form; ``schema`` is llama-server's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
     schema: dict[str, Any] | None = None
 
     def answer_schema(self) -> Any:
-        """Return the JSON schema that the answer must match, None for any text. Raises ApiError 400."""
+        """Return the JSON schema that the answer must match; None allows any text. Raises ApiError 400."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -92,7 +92,7 @@ class PredictionPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's name of the text that the output is expected to be like."""
+    """A text that the output is expected to resemble, in OpenAI's form."""
 
     type: Literal["content"]
     content: str | list[PredictionPart]
@@ -107,7 +107,7 @@ def predicted(prediction: Prediction | str | None) -> dict[str, str]:
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's name of the format of the answer's text."""
+    """The format of the answer's text, in vLLM's form."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -124,7 +124,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Formats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The formats of an answer by their names here."""
+    """The formats of an answer, by llamapipe's names."""
 
     grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -135,7 +135,7 @@ class Formats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Constrained(Formats, kw_only=True):
-    """The fields that hold a format of the answer; at most one of them may be given."""
+    """The fields for the format of the answer; a request may give at most one of them."""
 
     response_format: ResponseFormat | None = None
     # vLLM's names, and SGLang's.
@@ -254,14 +254,14 @@ else:
 
 
 class LoraScale(msgspec.Struct):
-    """An adapter by its number in ``/lora-adapters``, or its name; and its scale."""
+    """An adapter, by its number in ``/lora-adapters`` or its name, and its scale."""
 
     id: int | str
     scale: float = 1.0
 
 
 class Sampling(_Options, kw_only=True):
-    """Options that every text route accepts: those of the table, and those of other servers; None: the default."""
+    """Options that every text route accepts, from the table and from other servers; None means the default."""
 
     priority: Annotated[int | None, Only(0)] = None
     # vLLM's and SGLang's.
@@ -309,10 +309,10 @@ class Sampling(_Options, kw_only=True):
     def params(
         self, state: ServerState, fields: Mapping[str, str] | None = None, /, **more: Any
     ) -> SamplingParams:
-        """Return the options as ``SamplingParams``, with the operator's where there are none.
+        """Return the options as ``SamplingParams``, with the operator's defaults.
 
-        ``more``: further fields of it. ``fields``: what the request calls options, where it calls them otherwise.
-        Raises ApiError 400, which names the field.
+        ``more``: further fields. ``fields``: the request's names of options that it calls differently. Raises ApiError
+        400, which names the field.
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
@@ -361,7 +361,7 @@ _PASSED_ON = [
 
 
 def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> SamplingParams:
-    """Return ``SamplingParams`` of these values. ``fields``: what the request calls them, where that differs.
+    """Return ``SamplingParams`` with these values. ``fields``: the request's names of options that differ.
 
     Raises ApiError 400, which names the field.
     """
@@ -378,7 +378,7 @@ def checked_params(values: dict[str, Any], fields: Mapping[str, str]) -> Samplin
 
 
 def _check_texts(name: str, value: str | list[str] | None, most: int, most_characters: int) -> None:
-    """Raise ApiError 400 for texts that would keep the engine, and so all other requests, busy for long."""
+    """Raise ApiError 400 for texts that would keep the engine busy, and other requests waiting, for long."""
     texts = [value] if isinstance(value, str) else value or []
     if len(texts) > most:
         raise ApiError(400, f"{name} has {len(texts)} texts; the limit is {most}", name)
@@ -390,7 +390,7 @@ def _check_texts(name: str, value: str | list[str] | None, most: int, most_chara
 def _biases(logit_bias: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
     """Return biases by token id. Raises ApiError 400.
 
-    A key that is not a number is text; each of its tokens gets the bias.
+    A key that is not a number is text, and each of its tokens gets the bias.
     """
     biases: dict[int, float] = {}
     n_characters = 0
@@ -408,7 +408,7 @@ def _biases(logit_bias: dict[str, float], tokenize: Tokenize) -> dict[int, float
 
 
 def token_biases(logit_bias: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
-    """Return biases by token id, from llama-server's list: ids or texts with numbers; False forbids.
+    """Return biases by token id, from llama-server's list of ids or texts with a bias; False forbids a token.
 
     Raises ApiError 400.
     """
@@ -429,7 +429,7 @@ def token_biases(logit_bias: list[tuple[int | str, float | bool]], tokenize: Tok
 
 
 def _tokens_of(key: str, n_characters: int, tokenize: Tokenize) -> list[int]:
-    """Return the tokens of a text in ``logit_bias``, whose texts have ``n_characters`` so far. Raises ApiError 400."""
+    """Return the tokens of a text in ``logit_bias``. ``n_characters``: of all texts up to it. Raises ApiError 400."""
     if n_characters > _MOST_CHARACTERS:
         raise ApiError(
             400,
@@ -461,9 +461,9 @@ _MOST_SAMPLERS = 64
 
 
 def sampler_names(samplers: Sequence[str] | str) -> list[str]:
-    """Return the ``sampler_order`` that a list of llama-server's names means, or a text of its letters.
+    """Return the ``sampler_order`` for a list of llama-server's sampler names, or a text of its letters.
 
-    Raises ApiError 400. ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, at the end.
+    Raises ApiError 400. ``adaptive_p`` is left out: here ``adaptive_target`` alone turns it on, as the last sampler.
     """
     if len(samplers) > _MOST_SAMPLERS:
         raise ApiError(400, f"samplers has {len(samplers)} names; the limit is {_MOST_SAMPLERS}", "samplers")
@@ -486,7 +486,7 @@ def sampler_names(samplers: Sequence[str] | str) -> list[str]:
 def chosen_samplers(exchange: Exchange, request: Sampling, samplers: Sequence[str] | str) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` for ``samplers``. Raises ApiError 400.
 
-    Options whose sampler it leaves out have no effect, and are named so: editors send them.
+    Options whose sampler is left out have no effect and are reported as unused, because editors send them.
     """
     if getattr(request, "sampler_order", None) is not None:
         raise ApiError(400, "sampler_order and samplers are the same option; give one", "samplers")
@@ -507,10 +507,11 @@ def chosen_samplers(exchange: Exchange, request: Sampling, samplers: Sequence[st
 
 # ---- errors
 def with_field(error: InvalidRequestError, field: str) -> ApiError | InvalidRequestError:
-    """Return the error with the field it is about; unchanged if that is not known.
+    """Return the error with the field that it is about, or unchanged if that is not known.
 
-    ``field``: what holds the constraint. The engine knows ``SamplingParams`` only. A request may name its JSON schema
-    otherwise, and the engine writes the schema and the tools of a chat into one Lark grammar before it compiles them.
+    ``field``: the request's field that holds the constraint. The engine knows only ``SamplingParams``. A request may
+    use another name for its JSON schema, and the engine merges the schema and the tools of a chat into one Lark grammar
+    before it compiles them.
     """
     text = str(error)
     match = _FIRST_WORD.match(text)

@@ -1,12 +1,13 @@
-"""llama-server's ``POST /slots/{id}``: the cells of a conversation in a file of the operator's folder.
+"""llama-server's ``POST /slots/{id}``: saves the KV cells of a conversation to a file, and restores them.
 
 Open it to change what clients may save, load and delete there.
 
-A slot is a conversation, not a place in the batch: the last request with this ``id_slot``, a number or a name, or for 0
-without any. Each API key has its own conversations and files, if there are several.
+A slot is a conversation, not a place in the batch: the last request with this ``id_slot``, which is a number or a name;
+slot 0 is also the last request without one. If there are several API keys, each has separate conversations and files.
 
-With ``--slot-transfer`` clients download and upload these files. What is uploaded is read and checked as far as it can
-be, and written anew: a client that forges the values of cells decides what the model has read, but for itself alone.
+With ``--slot-transfer`` clients download and upload these files. Uploaded files are read, checked as far as possible,
+and rewritten. A client that forges the values of cells can decide what the model has read, but only in its own
+conversations.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
 class SlotRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``filename``: in the folder of ``--slot-save-path``."""
+    """``filename``: the name of a file in the folder of ``--slot-save-path``."""
 
     filename: str | None = None
     model: str | None = None
@@ -88,7 +89,7 @@ async def slot_action(exchange: Exchange) -> Response:
 
 
 async def saved_files(exchange: Exchange) -> Response:
-    """``GET /slots/files``: what the client has saved."""
+    """``GET /slots/files``: lists the files that the client has saved."""
     folder = _folder(exchange)
     return JsonResponse({"object": "list", "data": await asyncio.to_thread(_files, folder)})
 
@@ -101,7 +102,7 @@ async def delete_file(exchange: Exchange) -> Response:
 
 
 async def download(exchange: Exchange) -> Response:
-    """``GET /slots/files/{filename}``: with ``--slot-transfer``."""
+    """``GET /slots/files/{filename}``: downloads a file, with ``--slot-transfer``."""
     folder = _transferred(exchange)
     path = _path(folder, str(exchange.path_params["filename"]))
     file, closing = await _done(exchange, path, _opened, path)
@@ -110,7 +111,7 @@ async def download(exchange: Exchange) -> Response:
 
 
 async def upload(exchange: Exchange) -> Response:
-    """``POST /slots/files``: with ``--slot-transfer``, a form with a file of another server."""
+    """``POST /slots/files``: uploads a file from another server as a form, with ``--slot-transfer``."""
     folder = _transferred(exchange)
     raw, exchange.raw = exchange.raw, b""
     content_type = exchange.headers.get("content-type", "")
@@ -131,7 +132,7 @@ async def upload(exchange: Exchange) -> Response:
 
 
 def _opened(path: Path) -> tuple[FileIO, ExitStack]:
-    """Open a file. Returns it, and what closes it."""
+    """Open a file. Returns the file and an exit stack that closes it."""
     stack = ExitStack()
     try:
         return stack.enter_context(opened(path)), stack
@@ -153,7 +154,7 @@ class _Content(StreamingResponse):
 
 
 async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function(*arguments)`` in a thread. Raises ApiError for what the engine or the disk refuses."""
+    """Run ``function(*arguments)`` in a thread. Raises ApiError if the engine or the disk fails."""
     try:
         return await asyncio.to_thread(function, *arguments)
     except FileNotFoundError:
@@ -196,7 +197,7 @@ def _folder(exchange: Exchange) -> Path:
 
 
 def _transferred(exchange: Exchange) -> Path:
-    """As ``_folder``. Raises ApiError 403 without ``--slot-transfer``, too."""
+    """Return the same as ``_folder``. Also raises ApiError 403 without ``--slot-transfer``."""
     folder = _folder(exchange)
     if not exchange.gate.settings.slot_transfer:
         raise ApiError(

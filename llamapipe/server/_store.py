@@ -1,11 +1,11 @@
 """Answers and conversations of the Responses API in a SQLite file, which all processes of a server share.
 
-Open it to change what is stored, for how long, or how it is found. No route is here: ``_kept.py`` has what a request
-for an answer does with the store, ``_conversations.py`` the routes about what is stored.
+Open it to change what is stored, for how long, or how it is found. It has no routes: ``_kept.py`` connects requests for
+answers to the store, and ``_conversations.py`` has the routes for stored data.
 
-The principle: a *thread* is what belongs together, a conversation or an answer with all that continue it. Threads have
-an owner, who alone finds what they hold. When there are too many bytes, or a thread was not used for too long, it goes
-as a whole, so that no chain of answers loses its beginning. The owner with the most bytes gives first.
+A *thread* is a conversation, or an answer with all answers that continue it. Each thread has an owner, and only the
+owner finds its contents. When the file is too large, or a thread has not been used for too long, whole threads are
+deleted, so that no chain of answers loses its beginning. Threads of the owner with the most bytes are deleted first.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ Item = dict[str, Any]
 
 
 class TooMuchError(Exception):
-    """The conversation to continue has more items or bytes than the caller takes."""
+    """The conversation to continue has more items or bytes than the caller accepts."""
 
     def __init__(self, n_items: int, n_bytes: int) -> None:
         super().__init__(f"{n_items} items, {n_bytes} bytes")
@@ -108,7 +108,7 @@ class TooMuchError(Exception):
 
 
 class UnfinishedError(Exception):
-    """The answer that is to be continued has not ended."""
+    """The answer to continue has not ended."""
 
     def __init__(self, answer_id: str) -> None:
         super().__init__(f"the answer {answer_id} has not ended yet")
@@ -116,10 +116,10 @@ class UnfinishedError(Exception):
 
 
 class NewAnswer(NamedTuple):
-    """An answer to store. ``body``: without its output. ``after``: that of the ``Earlier`` that it continues.
+    """An answer to store. ``body``: without its output. ``after``: from the ``Earlier`` items that it continues.
 
-    ``is_listed``: its items become those of the conversation. ``worker``: who computed it in the background; the answer
-    is there already.
+    ``is_listed``: its items join the conversation. ``worker``: the worker that computed it in the background, for an
+    answer that is already stored.
     """
 
     id: str
@@ -142,10 +142,10 @@ class Earlier(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Which items of a list are wanted. ``after``: the id of the one before them.
+    """Which items of a list are wanted. ``after``: the id of the preceding item.
 
-    ``most_bytes``: the most bytes of all items but the first. A client may store more than memory holds, and ask for
-    all at once.
+    ``most_bytes``: the most bytes of all items except the first. A client may store more than memory can hold, and ask
+    for all of it at once.
     """
 
     is_ascending: bool = False
@@ -155,7 +155,8 @@ class Page(NamedTuple):
 
 
 class Store(Database):
-    """One file of stored answers; see ``Database``. Methods are for ``write``, those with a connection for ``read``."""
+    """One file of stored answers; see ``Database``. Pass methods with a connection to ``read``, the others to
+    ``write``."""
 
     schema = _SCHEMA
     application = 0x6C6C7061
@@ -170,10 +171,10 @@ class Store(Database):
 
     # ---- writes
     def add_answer(self, owner: str, answer: NewAnswer) -> None:
-        """Store an answer with its items, in place of one with this id that the client was never told of.
+        """Store an answer with its items. Replaces one with the same id, which the client has never seen.
 
-        Raises StoreError if it does not fit, MissingError; of an answer in the background also if the worker is no
-        longer the one that computes it.
+        Raises StoreError if it does not fit, MissingError if what it continues is gone, or if its worker no longer has
+        its run.
         """
         if answer.worker is not None:
             self._finish(owner, answer, answer.worker)
@@ -219,7 +220,7 @@ class Store(Database):
     def change_answer(
         self, answer_id: str, changes: Mapping[str, Any], after: int | None = None
     ) -> dict[str, Any]:
-        """Change fields of an answer's body, those that are not None; for ``_runs.py``, inside of ``write``."""
+        """Change the fields of an answer's body that are not None; for ``_runs.py``, inside ``write``."""
         thread, old = self._writer.execute(
             "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
@@ -234,7 +235,7 @@ class Store(Database):
         return changed
 
     def will_write(self, n_bytes: int) -> None:
-        """Count bytes until the next look at the file's size; for ``_runs.py``, inside of ``write``."""
+        """Count written bytes until the file's size is checked next; for ``_runs.py``, inside ``write``."""
         self._n_unseen += _ROW_BYTES + n_bytes
 
     def thread_of(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> int:
@@ -242,7 +243,7 @@ class Store(Database):
         return self._answer(connection, owner, answer_id)[0]
 
     def delete_answer(self, owner: str, answer_id: str) -> None:
-        """Delete an answer for good; its items stay in the conversation, if it was one's. Raises MissingError."""
+        """Delete an answer for good; its items stay in the conversation, if it has one. Raises MissingError."""
         thread = self._answer(self._writer, owner, answer_id)[0]
         self._forget_answer(thread, answer_id, keeps_listed=True)
         self._checkpoint_is_due = True
@@ -260,7 +261,7 @@ class Store(Database):
     def change_conversation(
         self, owner: str, conversation_id: str, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Give a conversation other metadata. Raises MissingError."""
+        """Replace the metadata of a conversation. Raises MissingError."""
         thread = self._conversation(self._writer, owner, conversation_id)[0]
         self._writer.execute("UPDATE threads SET metadata = ? WHERE number = ?", (encoded(metadata), thread))
         self._touch(thread)
@@ -303,7 +304,7 @@ class Store(Database):
     def input_items(
         self, owner: str, answer_id: str, page: Page, connection: sqlite3.Connection
     ) -> tuple[list[Item], bool]:
-        """Return the items that an answer was made from, with those before its input; whether there are more.
+        """Return the items that an answer was made from, including those before its input, and whether there are more.
 
         Raises MissingError.
         """
@@ -322,7 +323,7 @@ class Store(Database):
     ) -> Earlier:
         """Return what an answer continues: another answer, or a conversation.
 
-        ``without``: its own id, see ``add_answer``. Raises MissingError, UnfinishedError, TooMuchError.
+        ``without``: the id of the new answer, see ``add_answer``. Raises MissingError, UnfinishedError, TooMuchError.
         """
         after = None
         if previous is not None:
@@ -355,7 +356,7 @@ class Store(Database):
     def conversation(
         self, owner: str, conversation_id: str, connection: sqlite3.Connection
     ) -> dict[str, Any]:
-        """Return a conversation, as the API has it. Raises MissingError."""
+        """Return a conversation, in the form of the API. Raises MissingError."""
         _, created_at, metadata = self._conversation(connection, owner, conversation_id)
         return {
             "id": conversation_id,
@@ -401,14 +402,14 @@ class Store(Database):
         self._n_unseen = self._most_bytes
 
     def _oldest(self) -> int:
-        """Return the time before which a thread must have been used to be too old."""
+        """Return the oldest time of last use at which a thread is kept."""
         return int(time.time()) - self._most_s
 
     def _tidy(self, at_start: bool = False) -> None:
         """Delete threads that are too old, and the least recently used ones while there are too many bytes.
 
-        Raises StoreError if the one that was written last would have to go. ``at_start``: it goes, because the limit
-        may be lower than before.
+        Raises StoreError if the thread that was written last would have to be deleted. With ``at_start`` it is deleted,
+        because the limit may be lower than before.
         """
         now = time.monotonic()
         if now - self._aged_at >= _AGE_S and not self._clock_has_jumped():  # reads look at the age themselves
@@ -464,7 +465,7 @@ class Store(Database):
         self._writer.execute("DELETE FROM threads WHERE number = ?", (number,))
 
     def _forget_answer(self, thread: int, answer_id: str, keeps_listed: bool) -> None:
-        """Delete an answer, and its thread if nothing else is there. ``keeps_listed``: not a conversation's items."""
+        """Delete an answer, and its thread if it is then empty. ``keeps_listed``: keep the items of a conversation."""
         kept = "AND NOT is_listed" if keeps_listed else ""
         self._writer.execute(f"DELETE FROM items WHERE answer = ? {kept}", (answer_id,))
         self._writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
@@ -510,7 +511,7 @@ class Store(Database):
     def _conversation(
         self, connection: sqlite3.Connection, owner: str, conversation_id: str
     ) -> tuple[int, int, bytes]:
-        """Return the thread of a conversation, when it was made, and its metadata. Raises MissingError."""
+        """Return a conversation's thread, time of creation and metadata. Raises MissingError."""
         row: tuple[int, int, bytes] | None = connection.execute(
             "SELECT number, created_at, metadata FROM threads WHERE conversation = ? AND owner = ? AND used_at >= ?",
             (conversation_id, owner, self._oldest()),
@@ -536,7 +537,7 @@ class Store(Database):
         is_output: bool = False,
         is_listed: bool = False,
     ) -> list[Item]:
-        """Add items, with new ids where they have none, or that of another one."""
+        """Add items, with new ids for those that have none or whose id is taken."""
         added = []
         rows = []
         ids: set[str] = set()
@@ -567,7 +568,7 @@ class Store(Database):
     def _page(
         self, connection: sqlite3.Connection, numbers: str, values: dict[str, Any], page: Page
     ) -> tuple[list[Item], bool]:
-        """Return items out of those whose numbers a query finds, and whether there are more."""
+        """Return a page of the items whose numbers a query finds, and whether there are more."""
         where, order = "", "ASC" if page.is_ascending else "DESC"
         if page.after is not None:
             row = connection.execute(
@@ -593,7 +594,7 @@ class Store(Database):
 
 
 def as_item(item: Mapping[str, Any]) -> Item:
-    """Return an item of an input as the API lists items: with a type, an id, a status and parts."""
+    """Return an input item in the form in which the API lists items: with a type, an id, a status and parts."""
     whole = dict(item)
     kind = whole.setdefault("type", "message")
     item_id = whole.get("id")

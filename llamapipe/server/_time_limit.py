@@ -1,7 +1,7 @@
-"""llama-server's ``t_max_predict_ms``: a text ends with the first line that is complete after so many milliseconds.
+"""llama-server's ``t_max_predict_ms``: ends a text with the first line that is completed after a time limit.
 
-The time counts from the text's first token. An answer that is no stream is put together from the parts of its streams
-here, because the engine would compute it to its end.
+The time counts from the text's first token. An answer that is not streamed is also read as streams, and joined here,
+because the engine would otherwise compute all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def until_line(
     reason: FinishReason = "length",
     clock: Callable[[], float] = perf_counter,
 ) -> AsyncGenerator[Part | None, None]:
-    """Yield the parts of a text until the limit ends it. ``reason``: why it ended, then."""
+    """Yield the parts of a text until the limit ends it. ``reason``: the finish reason in that case."""
     first_s: float | None = None
     async with aclosing(parts) as source:
         async for part in source:
@@ -52,7 +52,7 @@ def _ends_line(part: ChatDelta | Delta) -> bool:
 
 
 def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
-    """Return the choice whose parts these are; its seed is not told."""
+    """Return the choice with these parts, without its seed."""
     last = parts[-1]
     return Choice(
         index,
@@ -66,7 +66,7 @@ def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
 
 
 def chat_choice(index: int, parts: Sequence[ChatDelta]) -> ChatChoice:
-    """Return the choice of a conversation's answer whose parts these are."""
+    """Return the choice of a conversation's answer with these parts."""
     calls: dict[int, list[str]] = {}
     for part in parts:
         for piece in part.tool_calls:

@@ -27,7 +27,7 @@ class Timeline:
     async def since(self, after_s: float) -> dict[str, Any]:
         """Return the spans that ended after ``after_s``, and the engine's current state.
 
-        ``after_s``: in seconds of the server's clock.
+        ``after_s``: in seconds on the server's clock.
         """
         if not self._engine.trace.on:
             self._engine.trace.start(_MAX_SPANS)

@@ -1,7 +1,7 @@
-"""Where the time of a request went: the same for the header, the log line, the answer's ``timings`` and ``/requests``.
+"""Measures where the time of a request went, for the header, the log, the answer's ``timings`` and ``/requests``.
 
-Phases follow each other: the body arrives, a model is loaded, the prompt is made, the request waits for a slot, its
-prompt is computed, tokens are generated. A phase ends where the next one begins, so none is counted twice.
+The phases follow each other: the body arrives, a model is loaded, the prompt is built, the request waits for a slot,
+its prompt is computed, tokens are generated. A phase ends when the next one begins, so no time is counted twice.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class Followed(Protocol):
 
     @property
     def slot_at(self) -> float | None:
-        """When it got its first slot, by ``perf_counter``."""
+        """When the stream got its first slot, by ``perf_counter``."""
 
     @property
     def n_cached_tokens(self) -> int:
-        """The cached tokens of its prompt."""
+        """The number of cached tokens of its prompt."""
 
     @property
     def n_drafted_tokens(self) -> int:
-        """Guesses that were computed."""
+        """The number of drafted tokens that were computed."""
 
     @property
     def n_accepted_tokens(self) -> int:
-        """Guesses that were right."""
+        """The number of drafted tokens that were accepted."""
 
 
 class RequestTimes:
-    """The times of one request, by ``perf_counter``; None for what has not happened. On the event loop's thread.
+    """The times of one request, by ``perf_counter``; None until an event happens. Use it on the event loop's thread.
 
-    Several prompts or choices count as one: from the first slot on, to the first and the last token of any.
+    Several prompts or choices count as one: from the first slot that any gets, to the first and last tokens of any.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RequestTimes:
         return f"<RequestTimes {self.phases_ms()}>"
 
     def next_prompt(self) -> None:
-        """Begin another prompt for the streams that follow; those of one prompt share its cached tokens."""
+        """Begin another prompt for the streams that follow; the streams of one prompt share its cached tokens."""
         self._counts[0] += self._cached_of_prompt()
         self._n_earlier = len(self._streams)
 
@@ -72,7 +72,7 @@ class RequestTimes:
         self._streams.append(stream)
 
     def take(self, done: Completion | ChatCompletion | Sequence[Completion]) -> None:
-        """Note that the engine's whole answer has come."""
+        """Note that the engine's complete answer has arrived."""
         answers = [done] if isinstance(done, (Completion, ChatCompletion)) else done
         now = perf_counter()
         began = now - max(answer.timings.total_s for answer in answers)
@@ -88,7 +88,7 @@ class RequestTimes:
             self._counts[2] += answer.n_accepted_tokens
 
     def token_arrived(self) -> None:
-        """Note that a token of a stream has come."""
+        """Note that a token of a stream has arrived."""
         self.last_at = perf_counter()
         if self.first_at is None:
             self.first_at = self.last_at
@@ -106,17 +106,17 @@ class RequestTimes:
 
     @property
     def n_cached(self) -> int:
-        """Tokens of its prompts that were cached; of several choices, those of the one that computed the prompt."""
+        """The number of its prompts' cached tokens; with several choices, from the one that computed the prompt."""
         return self._counts[0] + self._cached_of_prompt()
 
     @property
     def n_drafted(self) -> int:
-        """Guessed tokens that were computed."""
+        """The number of drafted tokens that were computed."""
         return self._counts[1] + sum(stream.n_drafted_tokens for stream in self._streams)
 
     @property
     def n_accepted(self) -> int:
-        """Guessed tokens that were right."""
+        """The number of drafted tokens that were accepted."""
         return self._counts[2] + sum(stream.n_accepted_tokens for stream in self._streams)
 
     def phases_ms(self) -> dict[str, float]:
@@ -152,7 +152,7 @@ class RequestTimes:
 def timings(
     n_cached: int, n_prompt: int, prompt_ms: float, n_predicted: int, predicted_ms: float
 ) -> dict[str, Any]:
-    """Return llama-server's ``timings``. ``n_prompt``: with the cached tokens."""
+    """Return llama-server's ``timings``. ``n_prompt``: including the cached tokens."""
     n_computed = n_prompt - n_cached
     return {
         "cache_n": n_cached,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``: ``content`` is llama-server's, ``prompt`` and ``messages`` are vLLM's."""
+    """``POST /tokenize``: ``content`` is llama-server's field, ``prompt`` and ``messages`` are vLLM's."""
 
     model: str | None = None
     content: str | None = None
@@ -170,7 +170,7 @@ async def tokenizer_info(exchange: Exchange) -> Response:
 
 
 async def apply_template(exchange: Exchange, request: TemplateRequest) -> Response:
-    """``POST /apply-template``: the prompt of a chat request with these messages."""
+    """``POST /apply-template``: returns the prompt of a chat request with these messages."""
     exchange.server.check_model(request.model)
     check_template_args(request.chat_template_kwargs or {})
     check_n_messages(exchange.server, request.messages, "messages")

@@ -1,15 +1,15 @@
-"""The tools of a request: as the functions that the model sees, and the names by which the client knows their calls.
+"""The tools of a request: the functions that the model sees, and the names by which the client knows their calls.
 
 Chat completions and the Responses API define tools in different forms: ``{"type": "function", "function": {…}}`` and
-``{"type": "function", …}``. What they can hold is the same:
+``{"type": "function", …}``. Both can hold the same tools:
 
-- a function is given to the model as it is;
+- a function is passed to the model unchanged;
 - a custom tool takes free text, or text that follows a grammar. The model sees a function with one parameter,
   ``input``;
 - a namespace holds functions and custom tools. The model sees them by their own name, or by ``namespace__name`` where
   two tools share one. A call is answered with the name and the namespace;
-- a hosted tool, such as ``web_search``, is one that only OpenAI's service or an editor's own client can run. The model
-  does not see it, and the header ``x-llamapipe-unused`` names it.
+- a hosted tool, such as ``web_search``, can be run only by OpenAI's service or an editor's client. The model does not
+  see it, and the header ``x-llamapipe-unused`` names it.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class ClientName(NamedTuple):
 class Tools(NamedTuple):
     """The tools of a request.
 
-    ``functions``: for the engine, None if there are none; ``tool_choice``: the engine's. ``names``: how the
-    client knows each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: the
-    fields that hold the grammars of custom tools, by the function.
+    ``functions``, ``tool_choice``: for the engine; ``functions`` is None if there are none. ``names``: how the client
+    knows each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: for each
+    function of a custom tool, the field that holds its grammar.
     """
 
     functions: list[dict[str, Any]] | None
@@ -98,7 +98,7 @@ class Tools(NamedTuple):
 def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, is_flat: bool) -> Tools:
     """Return the tools and the choice among them. Raises ApiError 400.
 
-    ``is_flat``: they have the form of the Responses API.
+    ``is_flat``: the tools have the form of the Responses API.
     """
     check_number(definitions)
     listed: list[tuple[ClientName, dict[str, Any], str | None]] = []
@@ -134,7 +134,7 @@ def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, 
 
 
 def check_number(tools: Sequence[Any] | None) -> None:
-    """Raise ApiError 400 for more tools than a grammar can hold, those of namespaces included."""
+    """Raise ApiError 400 for more tools than a grammar can hold, including tools in namespaces."""
     n = len(tools or ())
     for tool in tools or ():
         inner = tool.get("tools") if isinstance(tool, Mapping) else None
@@ -146,7 +146,7 @@ def check_number(tools: Sequence[Any] | None) -> None:
 
 
 def qualified(name: str, namespace: str | None) -> str:
-    """Return the name of a tool that shares its own with another one, at most 64 characters."""
+    """Return the qualified name of a tool whose name another tool also has, at most 64 characters long."""
     if namespace is None:
         return name
     full = f"{namespace}__{name}"
@@ -158,7 +158,7 @@ def qualified(name: str, namespace: str | None) -> str:
 def _all(
     tools: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
-    """Yield each tool with its place and namespace. The first one of a namespace gets its description."""
+    """Yield each tool with its field and namespace. The first tool of a namespace gets the namespace's description."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
             yield f"tools.{i}", None, tool
@@ -177,9 +177,9 @@ def _all(
 
 
 def _hosted(kind: str) -> str | None:
-    """Return the name of a hosted tool, without the date that some types have at their end.
+    """Return the name of a hosted tool, without the date at the end of some types.
 
-    None for another type.
+    Returns None for any other type.
     """
     base = kind.rstrip("0123456789_")
     return base if base in _HOSTED else None
@@ -190,7 +190,7 @@ def _function(
 ) -> tuple[ClientName, dict[str, Any], str | None]:
     """Return a function or a custom tool as a function for the model.
 
-    Returns the field that holds the grammar of its input, too.
+    Also returns the field that holds the grammar of its input.
     """
     kind = str(tool["type"])
     inner = tool if is_flat else tool.get(kind)
@@ -226,7 +226,7 @@ def _function(
 
 
 def check_functions(tools: Sequence[Any] | None) -> None:
-    """Raise ApiError 400, which names the field, for tools in OpenAI's form whose fields have other types."""
+    """Raise ApiError 400, which names the field, for tools in OpenAI's form whose fields have wrong types."""
     for i, tool in enumerate(tools or ()):
         inner = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(inner, Mapping):
@@ -242,7 +242,7 @@ def _check_types(place: str, function: Mapping[str, Any]) -> None:
 
 
 class _Grammar(NamedTuple):
-    """The grammar of a custom tool's input. ``field``: the request's field; ``regex``: one for the same texts."""
+    """The grammar of a custom tool's input. ``field``: the request's field. ``regex``: a regex for the same texts."""
 
     field: str
     text: str
@@ -250,9 +250,9 @@ class _Grammar(NamedTuple):
 
 
 def _grammar(place: str, format_: Any) -> _Grammar | None:
-    """Return the grammar in the ``format`` of a custom tool, which has another form in each API.
+    """Return the grammar in the ``format`` of a custom tool, whose form differs between the APIs.
 
-    None for any text. Raises ApiError 400, which names the field.
+    Returns None if any text is allowed. Raises ApiError 400, which names the field.
     """
     if format_ is None:
         return None
@@ -361,7 +361,7 @@ _Named = Mapping[tuple[bool, str], list[str]]
 
 
 def _by_name(tools: Tools) -> _Named:
-    """Return the functions by the name of a tool (False) and by that of a namespace (True)."""
+    """Return the functions, by tool name (False) and by namespace name (True)."""
     named: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for flat, known in tools.names.items():
         named[False, known.name].append(flat)
@@ -371,7 +371,7 @@ def _by_name(tools: Tools) -> _Named:
 
 
 def _chosen(tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
-    """Return the functions that an object names; several, if it names a namespace. Raises ApiError 400."""
+    """Return the functions that an object names, several if it names a namespace. Raises ApiError 400."""
     kind = tool_choice.get("type")
     inner = tool_choice if is_flat else tool_choice.get(str(kind))
     name = inner.get("name") if isinstance(inner, Mapping) else None
@@ -397,7 +397,7 @@ def _chosen(tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat
 def custom_input(arguments: str) -> str:
     """Return the text for a custom tool, from the arguments that the model wrote.
 
-    The beginning of the text, if they were cut.
+    If the arguments were cut off, returns the beginning of the text.
     """
     try:
         text = json.loads(arguments)["input"]
@@ -422,5 +422,5 @@ def _beginning(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments that the model wrote for a text of a custom tool."""
+    """Return the arguments that the model would write for a custom tool's text."""
     return json.dumps({"input": text}, ensure_ascii=False)

@@ -58,10 +58,10 @@ def app(
 ) -> Starlette:
     """Return an ASGI application that serves an engine, for uvicorn or inside another application.
 
-    ``embedder``: for embeddings and reranking; with it, ``engine`` may be None. The caller owns and closes the engine
-    and the embedder. Use one application and one event loop for each engine.
+    ``embedder``: for embeddings and reranking; if it is given, ``engine`` may be None. The caller owns the engine and
+    the embedder, and closes them. Use one application and one event loop for each engine.
 
-    Raises TypeError if an argument has another type, ImportError without the extra ``server``.
+    Raises TypeError if an argument has the wrong type, ImportError without the extra ``server``.
     """
     if not isinstance(engine, Engine) if embedder is None else not isinstance(engine, Engine | None):
         raise TypeError(f"engine must be an Engine, not {type(engine).__name__}")
@@ -81,7 +81,7 @@ def app(
 
 
 def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
-    """Return the application of these routes. Requests pass the gate first."""
+    """Return the application with these routes. Every request passes the gate first."""
     application = Starlette(
         routes=[
             Route(path, endpoint, methods=[endpoint.method])
@@ -101,7 +101,7 @@ def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
 
 
 def _of_model(handler: Handler) -> Handler:
-    """Wrap a handler without a body, to answer 404 if the query names a model that is not served."""
+    """Wrap a handler without a body, so that it answers 404 if the query names a model that is not served."""
 
     async def checked(exchange: Exchange) -> Response:
         name = exchange.query_params.get("model")
@@ -503,7 +503,7 @@ PAGE_ROUTES = (  # those that need no model
 
 
 class _WithoutSlash:
-    """Middleware that serves a path with a slash at its end like the path without it."""
+    """Middleware that serves a path with a trailing slash like the path without it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Answers requests in OpenAI's batch format with the server's application, in process."""
+"""Answers requests in OpenAI's batch format with the server's application, in this process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound
 
 
 class BatchRequests:
-    """Gives each record the answer that ``llamapipe serve`` would give; for one event loop.
+    """Gives each record the answer that ``llamapipe serve`` would give. Use it on one event loop.
 
-    ``names``, ``embedding_names``: what requests may call the model and the ``embedder``; default: the file's name.
+    ``names``, ``embedding_names``: the names of the model and the ``embedder`` in requests; by default, the file's
+    name.
     """
 
     def __init__(

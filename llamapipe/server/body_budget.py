@@ -1,4 +1,4 @@
-"""One budget limits the memory of all request bodies, from their first byte to their answer."""
+"""A budget that limits the memory of all request bodies, from their first byte to their answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FREE_BYTES = 64 * 2**10  # of each body: ordinary requests pass while others us
 
 
 class BodyBudget:
-    """Bounds the bytes of all bodies, beyond the first 64 KiB of each. On the event loop's thread.
+    """Limits the bytes of all bodies, beyond the first 64 KiB of each. Use it on the event loop's thread.
 
-    A body counts while it is read, and until its request has an answer: what was decoded from it is kept so long. When
-    they are too many, the largest body of the client that has the most of them is refused. So a client that sends many
-    large bodies, and never ends them or asks for long answers, keeps out nobody else.
+    A body counts from its first byte until its request has an answer, because the decoded data is kept that long. When
+    there are too many bytes, the largest body of the client with the most bytes is refused. So a client that sends many
+    large bodies, without ever ending them or for long answers, does not keep others out.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -28,7 +28,7 @@ class BodyBudget:
         return f"<BodyBudget {self._n_bytes} of {self._most_bytes} bytes>"
 
     def hold(self, client: str, refuse: Callable[[], object]) -> Held:
-        """Begin a body. ``refuse``: called at most once, when it must end for the sake of others."""
+        """Begin a body. ``refuse``: called at most once, if the body must be dropped for the sake of others."""
         return Held(self, client, refuse)
 
     def _changed(self, held: Held, n_bytes: int) -> None:
@@ -53,7 +53,7 @@ class BodyBudget:
             largest.refuse()
 
     def error(self) -> ApiError:
-        """Return the answer to a body that is refused."""
+        """Return the error for a refused body."""
         return ApiError(
             503,
             f"the bodies of requests without an answer have more than {self._most_bytes} bytes together, which is the "
@@ -63,9 +63,9 @@ class BodyBudget:
 
 
 class Held:
-    """The part of the budget that one body has.
+    """The share of the budget that one body uses.
 
-    ``refuse``: ends its request, for the sake of others. ``refused``: whether it was called.
+    ``refuse``: ends the body's request for the sake of others. ``refused``: whether it was called.
     """
 
     def __init__(self, budget: BodyBudget, client: str, refuse: Callable[[], object]) -> None:
@@ -79,16 +79,16 @@ class Held:
         return f"<Held {self.n_bytes} bytes of {self.client}>"
 
     def grow(self, n_bytes: int) -> None:
-        """Set how many bytes the body has now. It, or another one, may be refused."""
+        """Set how many bytes the body has now. As a result, this body or another one may be refused."""
         if n_bytes > _FREE_BYTES:
             self._budget._changed(self, n_bytes - _FREE_BYTES)
             self._budget._make_room()
 
     def add(self, n_bytes: int) -> None:
-        """Add this many bytes to the body's. It, or another one, may be refused."""
+        """Add bytes to the body. As a result, this body or another one may be refused."""
         self._budget._changed(self, self.n_bytes + n_bytes)
         self._budget._make_room()
 
     def release(self) -> None:
-        """Give the bytes up: they are no longer needed. A second call does nothing."""
+        """Release the bytes, which are no longer needed. A second call does nothing."""
         self._budget._changed(self, 0)

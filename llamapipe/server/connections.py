@@ -1,16 +1,16 @@
-"""Limits what a client may do before its request is complete, and how many connections there may be.
+"""Limits what a client may do before its request is complete, and the number of connections.
 
 uvicorn's protocol over llhttp reads requests and writes answers. It trusts its clients, so this module adds:
 
-- limits of a request's head: bytes, fields and time, whatever the connection did before;
-- one request at a time: the next one of a connection is parsed when the client has taken the last answer, and only a
-  few bytes are read ahead. Clients that send requests and read no answers would fill the memory with both;
+- limits on a request's head: bytes, fields and time, whatever the connection did before;
+- one request at a time: the next request of a connection is parsed once the client has received the last answer, and
+  only a few bytes are read ahead. A client that sends requests without reading answers would fill the memory with both;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
-- an end that a client sees: a refused client that still sends would lose the answer if the connection were closed;
-- a place for a newcomer: when there are too many connections, the oldest one without a running request is closed.
-  So a client that opens many and says nothing keeps out neither others nor a health check.
+- an orderly end: if the connection were closed at once, a refused client that is still sending would lose the answer;
+- room for new clients: when there are too many connections, the oldest one without a running request is closed. So a
+  client that opens many idle connections cannot keep out other clients or health checks.
 
-On the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _REASONS = {
 class Connections:
     """All connections of a server, by address.
 
-    ``per_address``: most connections of one address, 0: any number. ``head_timeout_s``: seconds in which a request's
-    head must arrive. ``at_most``: most connections in all; None: as many as there are descriptors, less some to spare.
+    ``per_address``: the most connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
+    request's head must arrive. ``at_most``: the most connections in total; None allows as many as there are
+    descriptors, less a reserve.
     """
 
     def __init__(self, per_address: int, head_timeout_s: float, at_most: int | None = None) -> None:
@@ -73,7 +74,7 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Take in a connection, in place of another one if need be. False if all others have running requests."""
+        """Accept a connection, replacing another one if need be. Returns False if all others have running requests."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
@@ -121,7 +122,7 @@ def _descriptors() -> int:
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection. ``ended``: called once, when it is closed. ``address``: the client's, empty if it has none."""
+    """One connection. ``ended``: called once, when it is closed. ``address``: the client's address, or empty."""
 
     ended: Callable[[], None] | None = None
     address = ""
@@ -157,14 +158,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _awaits_answer(self) -> bool:
-        """Whether a request was parsed whose answer the client has not taken."""
+        """Whether a request was parsed whose answer the client has not received."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.more_body:
             return False
         return self.flow.write_paused or not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take in the connection, or refuse it. The event loop calls this once."""
+        """Accept the connection, or refuse it. The event loop calls this once."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
         transport.set_write_buffer_limits(0)  # writing pauses until everything was taken
@@ -183,9 +184,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.ended()
 
     def give_way(self) -> None:
-        """Close a connection without a running request, for a new one.
+        """Close a connection without a running request to make room for a new one.
 
-        What its client does not read is dropped.
+        Data that its client has not read is dropped.
         """
         self._limits.remove(self)
         self._is_ending = True
@@ -197,11 +198,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._limits.buffer[: max(_PIECE - len(self._ahead), 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take what the event loop has read."""
+        """Take the data that the event loop has read."""
         self.data_received(bytes(self._limits.buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Parse data until a request is complete; keep what follows it."""
+        """Parse data until a request is complete, and keep what follows it."""
         if self._is_ending:
             self._n_discarded += len(data)
             if self._n_discarded > _LINGER_BYTES:
@@ -211,7 +212,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Give data to the parser up to the end of a request, whose answer the next one waits for."""
+        """Give data to the parser, up to the end of a request; the next request waits for its answer."""
         data, begin = self._ahead, 0
         while begin < len(data) and not (
             self._awaits_answer or self._is_ending or self.transport.is_closing()
@@ -232,8 +233,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _end_of_part(self, data: bytes, begin: int) -> int:
         """Return how far to parse: no request ends before this position.
 
-        The parser cannot be stopped between two requests. A request ends with its head or its body. A head ends with an
-        empty line, and so does a body in chunks.
+        The parser cannot be stopped between two requests. A request ends with its head or its body. A head and a
+        chunked body both end with an empty line.
         """
         if self._n_body_left:
             return min(begin + self._n_body_left, len(data))
@@ -274,13 +275,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
 
     def _reason(self, error: httptools.HttpParserError) -> ApiError:
-        """Return why the parser stopped: one of our limits, or what it says."""
+        """Return why the parser stopped: one of our limits, or its error."""
         return ApiError(400, f"this is no HTTP request: {error}") if self._refusal is None else self._refusal
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request again that offered another protocol: HTTP/1.1 is the answer (RFC 9110, 7.8).
+        """Parse a request that offered another protocol again, as HTTP/1.1 (RFC 9110, 7.8).
 
-        llhttp leaves what follows the head to the other protocol. It is the body.
+        llhttp leaves the data after the head, which is the body, to the other protocol.
         """
         parts = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
         for name, value in self.headers:
@@ -311,7 +312,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._check_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header from the parser, also a field that follows a body in chunks."""
+        """Take a header from the parser, or a field that follows a chunked body."""
         super().on_header(name, value)
         self._n_fields += 1
         self._n_head += len(name) + len(value) + 4
@@ -323,7 +324,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             raise self._refusal  # the parser stops
 
     def on_headers_complete(self) -> None:
-        """Check the head, which is complete, and begin the answer. The parser calls this."""
+        """Check the complete head, and begin the answer. The parser calls this."""
         version = self.parser.get_http_version()
         names = [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
@@ -377,7 +378,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that is none, after those before it, and end the connection."""
+        """Answer data that is not a valid request, after earlier requests, and end the connection."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -406,7 +407,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._linger()
 
     def on_response_complete(self) -> None:
-        """Parse the next request, now that an answer was sent; or linger, if its request has not arrived in full."""
+        """Parse the next request after an answer was sent, or linger if its request has not fully arrived."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -416,7 +417,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._parse_ahead()
 
     def resume_writing(self) -> None:
-        """Parse what has arrived meanwhile. The event loop calls this when everything that was written was taken."""
+        """Parse the data that has arrived. The event loop calls this when all written data has been sent."""
         super().resume_writing()
         self._parse_ahead()
 
@@ -428,9 +429,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.flow.resume_reading()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection if nothing came for a while after an answer.
+        """Close the connection if nothing arrived for a while after an answer.
 
-        A client that still takes the answer gets more time.
+        A client that is still receiving the answer gets more time.
         """
         if self._takes_answer():
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -440,7 +441,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _takes_answer(self) -> bool:
-        """Return whether the client has taken a part of the answer since the last look, and not all of it."""
+        """Return whether the client has received more of the answer since the last check, but not all of it."""
         before, self._n_unsent = self._n_unsent, self.transport.get_write_buffer_size()
         return 0 < self._n_unsent != before
 
@@ -453,7 +454,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._linger_on()
 
     def _linger(self) -> None:
-        """Say that nothing more comes, and read on for a while: to close at once would discard the answer."""
+        """Signal the end of the data, and keep reading for a while: closing at once would discard the answer."""
         self._is_ending = self._is_lingering = True
         self._ahead = b""
         self._set_full(False)
@@ -481,24 +482,24 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 class _Flow(FlowControl):
-    """Ignores requests to resume reading while ``is_full``: enough was read ahead."""
+    """Ignores requests to resume reading while ``is_full``, because enough was read ahead."""
 
     is_full = False
 
     def resume_reading(self) -> None:
-        """Read on, unless enough waits to be parsed.
+        """Resume reading, unless enough data waits to be parsed.
 
-        uvicorn calls this when an answer begins to read its request's body, and when it is complete.
+        uvicorn calls this when an answer begins to read its request's body, and when the answer is complete.
         """
         if not self.is_full:
             super().resume_reading()
 
 
 class _Answering:
-    """The transport for an answer, which may not end the connection while its client still sends.
+    """The transport for an answer, which must not end the connection while its client is still sending.
 
-    What is written when the client has gone is dropped. asyncio would log a warning for each of a stream's parts until
-    its loop tells that the connection is lost.
+    Data that is written after the client has gone is dropped. Otherwise asyncio would log a warning for each part of a
+    stream, until its loop reports that the connection is lost.
     """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
@@ -513,7 +514,7 @@ class _Answering:
 
 
 class _OldCycle(RequestResponseCycle):
-    """Answers a client of HTTP/1.0, which knows no chunks: an answer without a length ends with the connection."""
+    """Answers a client of HTTP/1.0, which does not know chunks: an answer without a length ends with the connection."""
 
     _ends_with_connection = False
 

@@ -183,8 +183,7 @@ class McpTools:
         return tool_choice
 
     def later_choice(self, tool_choice: Any, most: int | None) -> Any:
-        """Return the ``tool_choice`` after calls were run: no call is forced again, and none is allowed at the
-        limit."""
+        """Return the ``tool_choice`` after calls have run: none is forced again, and none is allowed at the limit."""
         if tool_choice == "none" or self.n_calls >= self._most(most):
             return "none"
         if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":

@@ -155,8 +155,7 @@ class Page(NamedTuple):
 
 
 class Store(Database):
-    """One file of stored answers; see ``Database``. Pass methods with a connection to ``read``, the others to
-    ``write``."""
+    """A file of stored answers; see ``Database``. Pass methods with a connection to ``read``, others to ``write``."""
 
     schema = _SCHEMA
     application = 0x6C6C7061

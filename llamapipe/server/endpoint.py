@@ -1,12 +1,12 @@
 """One HTTP request from its first byte to the end of its answer, and the routes that answer it.
 
-Open it to change what holds for every route. A route is an ``Endpoint``: it reads the body within the server's limits,
-runs the route's handler in a task, and sends the ``Response`` that the handler returns. If the client disconnects, the
-task is cancelled, and the handler's requests in the engine end within a step.
+Open it to change what all routes share. A route is an ``Endpoint``: it reads the body within the server's limits, runs
+the route's handler in a task, and sends the ``Response`` that the handler returns. If the client disconnects, the task
+is cancelled, and the handler's requests in the engine end within a step.
 
-A handler gets an ``Exchange``, Starlette's request with what the log and the metrics tell about it, and the decoded
-body. An exception is answered by Starlette's exception handlers, which ``application`` registers; once a stream has
-begun, its last event tells the error.
+A handler gets an ``Exchange``, which is Starlette's request with the data for the log and the metrics, and the decoded
+body. Starlette's exception handlers, which ``application`` registers, answer an exception. Once a stream has begun, its
+last event reports the error.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SUBMITTED = b""  # no event: the requests are checked and in the queue, so the a
 
 
 class Exchange(ClientRequest):
-    """One HTTP request and its answer, used by one task. ``gate``: what all requests pass.
+    """One HTTP request and its answer, used by one task. ``gate``: the gate that all requests pass.
 
-    ``raw``: the body, until it is decoded. ``has_body``: whether all of it has arrived, or there is none.
-    ``answer_headers``: what any answer to it has.
+    ``raw``: the body, until it is decoded. ``has_body``: whether all of the body has arrived, or there is none.
+    ``answer_headers``: the headers that any answer to the request has.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +81,7 @@ class Exchange(ClientRequest):
 
     @property
     def server(self) -> ServerState:
-        """The state that all requests share, for the routes of a server with an engine."""
+        """The state that all requests share, for routes that need an engine or an embedder."""
         return cast("ServerState", self.gate)
 
     # ---- the request
@@ -134,7 +134,7 @@ class Exchange(ClientRequest):
             parts.clear()  # also where an exception holds this frame until the next garbage collection
 
     async def decode_content(self) -> None:
-        """Decode the body as its Content-Encoding says, in turn with other clients. Raises ApiError 400, 413."""
+        """Decode the body as its Content-Encoding says. Clients take turns. Raises ApiError 400, 413."""
         encodings = self._encodings() if self.raw else []
         if not encodings:
             return
@@ -156,17 +156,17 @@ class Exchange(ClientRequest):
         )
 
     def hold_more(self, n_bytes: int) -> None:
-        """Count what was fetched for the request with its body, from here on."""
+        """Count bytes that were fetched for the request as part of its body, from now on."""
         if self._held is not None:
             self._held.add(n_bytes)
 
     def release_body(self) -> None:
-        """Stop counting its bytes, and what was decoded from them."""
+        """Stop counting the bytes of the body."""
         if self._held is not None:
             self._held.release()
 
     def forget_body(self) -> None:
-        """Give what its body took back to the system, whatever part of it has come: the request has ended."""
+        """Release the memory of the body, however much of it has arrived, because the request has ended."""
         self.raw = b""
         self.release_body()
         self.gate.freed(self._n_read)
@@ -181,11 +181,11 @@ class Exchange(ClientRequest):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it ended because all bodies together are too large."""
+        """Whether the request was ended because all bodies together are too large."""
         return self._held is not None and self._held.refused
 
     async def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """Return the body as a value of the decoder's type, of a large one in a thread.
+        """Return the body as a value of the decoder's type; a large body is decoded in a thread.
 
         Notes its fields without effect. Raises ApiError 400, which names the field.
         """
@@ -198,7 +198,7 @@ class Exchange(ClientRequest):
         return body
 
     def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
-        """Return the body, and the names of fields without effect that its type does not have."""
+        """Return the decoded body, and the names of fields without effect that its type does not have."""
         self._check_size(raw)
         names: tuple[str, ...] = ()
         try:
@@ -217,7 +217,7 @@ class Exchange(ClientRequest):
         return body, names
 
     async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """Read some fields of the body, which stays as it is. Raises ApiError 400."""
+        """Read some fields of the body without consuming it. Raises ApiError 400."""
         if len(self.raw) <= _LARGE_BODY:
             return self._peeked(decoder, self.raw)
         return await self.gate.convert(self._peeked, decoder, self.raw, size=len(self.raw))
@@ -235,7 +235,7 @@ class Exchange(ClientRequest):
             raise ApiError(400, f"the body is not valid JSON: {e}") from None
 
     def _check_size(self, raw: bytes) -> None:
-        """Raise ApiError 400 for a body that takes too much to decode."""
+        """Raise ApiError 400 for a body that takes too long to decode."""
         most = self.gate.settings.max_messages
         # A decoded conversation takes ten times its bytes.
         if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
@@ -248,13 +248,13 @@ class Exchange(ClientRequest):
             raise ApiError(400, f"the body {problem}, the limit of this server")
 
     async def hung_up(self) -> None:
-        """Return when the client closes the connection. Call it after the body has been read."""
+        """Wait until the client closes the connection. Call it after the body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     @property
     def loaded_ns(self) -> int:
-        """Nanoseconds that it waited for its model, as the front process of several models says; else 0."""
+        """The nanoseconds that it waited for its model, as reported by the front process of several models; else 0."""
         nanoseconds = self.headers.get(LOADED_NS, "0") if self.gate.is_behind_front else "0"
         return int(nanoseconds)
 
@@ -278,16 +278,13 @@ class Exchange(ClientRequest):
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
 
     async def await_engine(self, result: Awaitable[Answers]) -> Answers:
-        """Await the engine's whole answer, with its times."""
+        """Await the engine's complete answer, and note its times."""
         done = await self.await_streams(result)
         self.times.take(done)
         return done
 
     async def await_streams(self, result: Awaitable[T]) -> T:
-        """Await a result.
-
-        If the client disconnects or the request times out first, its tokens are not counted.
-        """
+        """Await a result. If it is cancelled or times out, the request's tokens are not counted."""
         try:
             return await result
         except (asyncio.CancelledError, TimeoutError):
@@ -306,7 +303,7 @@ class Exchange(ClientRequest):
         self._last_token_at[stream] = now
 
     def next_prompt(self) -> None:
-        """Begin another prompt for the streams that follow; what lies between is no interval of tokens."""
+        """Begin another prompt for the streams that follow; the time between prompts is no interval between tokens."""
         self.times.next_prompt()
         self._last_token_at.clear()
 
@@ -343,7 +340,7 @@ class Exchange(ClientRequest):
 
 
 class LateResponse(Response):
-    """A response whose status is known when its first byte is sent; it sets that of the exchange."""
+    """A response whose status is known when its first byte is sent, and which then sets the exchange's status."""
 
 
 class JsonResponse(Response):
@@ -352,7 +349,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Return the body; bytes are JSON already."""
+        """Return the body; bytes are already JSON."""
         return content if isinstance(content, bytes) else encode_json(content)
 
 
@@ -370,11 +367,12 @@ def error_event(error: BaseException, dialect: Dialect) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends encoded server-sent events as they arrive; waits while the client reads slowly.
+    """Sends encoded server-sent events as they arrive, and waits for a client that reads slowly.
 
-    The status is sent with the first event, empty or not: an error before it can still set the status. While there
-    is nothing to send, ``ping``, or what it returns, is sent every ``ping_s`` seconds, and the status with the first
-    one; an error is then an event. ``sign``: returns what else can be told meanwhile, if there is something new.
+    The status is sent with the first event, even an empty one, so an earlier error can still set the status. While
+    there is nothing to send, ``ping``, or the bytes it returns, is sent every ``ping_s`` seconds. The first ping also
+    sends the status, and later errors are events. ``sign``: returns other news to send during this time, if there is
+    any.
     """
 
     media_type = "text/event-stream"
@@ -436,7 +434,7 @@ class EventStream(StreamingResponse):
 
 
 class LineStream(EventStream):
-    """The same for lines of JSON, which have no comments: ``ping`` is a line that changes nothing."""
+    """An ``EventStream`` of JSON lines, which have no comments: ``ping`` is a line that changes nothing."""
 
     media_type = "application/x-ndjson"
 
@@ -444,7 +442,7 @@ class LineStream(EventStream):
 class _Heartbeat:
     """Sends signs of life on a stream that has nothing else to send.
 
-    ``is_sending``, ``sent_at``: set by the stream. ``sign_on_its_way``: what the stream waits for before it sends.
+    ``is_sending``, ``sent_at``: set by the stream. ``sign_on_its_way``: the stream waits for this task before it sends.
     """
 
     def __init__(
@@ -473,7 +471,7 @@ class _Heartbeat:
             self._timer = self._loop.call_later(self._every_s, self._tick)
 
     def _tick(self) -> None:
-        """Look whether the stream is silent. A timer for each event would cost more."""
+        """Check whether the stream is silent. A timer for each event would cost more."""
         silent_s = 0.0 if self.is_sending else self._loop.time() - self.sent_at
         data = b"" if self.is_sending or self._sign is None else self._sign()
         if not data and silent_s >= self._ping_s:
@@ -517,12 +515,12 @@ ModelKind = Literal["text", "filling", "embedding", "any"]
 class Endpoint:
     """The ASGI application of one route.
 
-    ``path``: the route's path. ``handler``: answers a request whose body was read. ``has_key``: whether the API key is
-    checked and the limits apply. ``aliases``: further paths. ``model``: the kind of model that answers.
+    ``path``: the route's path. ``handler``: answers a request whose body has been read. ``has_key``: whether the API
+    key is checked and limits apply. ``aliases``: further paths. ``model``: the kind of model that answers.
 
-    For the OpenAPI document, which leaves out a route without ``summary``: ``more_statuses``, besides those that every
-    route has; ``body``: the type of the request's; ``form``: the fields of a body that is a form, of which the first is
-    a required file; ``media``: the type of the answer's, and ``stream_media`` of one that is streamed.
+    The OpenAPI document leaves out a route without ``summary``. It also uses ``more_statuses``: the statuses that not
+    every route has; ``body``: the type of the request's body; ``form``: the fields of a form, the first of which is a
+    required file; ``media`` and ``stream_media``: the media types of a complete and of a streamed answer.
     """
 
     def __init__(
@@ -558,7 +556,7 @@ class Endpoint:
 
     @property
     def streams(self) -> bool:
-        """Whether a client may ask for a stream; what only counts tokens has the same body, and takes no time."""
+        """Whether a client may ask for a stream. Routes that only count tokens have the same body, but never stream."""
         has_field = self.body is not None and "stream" in self.body.__struct_fields__
         return has_field and "504" in self.more_statuses
 
@@ -670,7 +668,7 @@ def _nothing() -> None:
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:
-    """Return the answer for any exception, which is logged if it may be a defect of the server."""
+    """Return the error for any exception, which is logged if it may be a defect of the server."""
     log_unexpected(error, what)
     answer = api_error(error)
     if answer is None:
@@ -680,9 +678,10 @@ def _logged(error: Exception, what: str, request_id: str) -> ApiError:
 
 
 def _clear(error: BaseException) -> None:
-    """Drop the values of the frames that an exception came through.
+    """Clear the local variables of the frames that an exception passed through.
 
-    A frame that knows its exception keeps what it holds, the request too, until the next garbage collection.
+    A frame that refers to its exception would keep its variables, such as the request, until the next garbage
+    collection.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -708,7 +707,7 @@ _WEIGHTS[ord(",")] = 1
 def problem_of(body: bytes) -> str | None:
     """Return what is wrong with JSON of more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
 
-    Decoding more would hold up the other requests. For text that is not JSON the answer may be wrong.
+    Decoding more would hold up the other requests. The result may be wrong for text that is not JSON.
     """
     counts_values = len(body) > MAX_VALUES and (
         body.count(b":") + body.count(b"[") + body.count(b"{") > MAX_VALUES

@@ -1,7 +1,7 @@
 """Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
 
-The APIs have different error formats; ``ApiError.body`` writes them. llama-server's format is OpenAI's with one more
-type.
+The APIs have different error formats, and ``ApiError.body`` writes all of them. llama-server's format is OpenAI's with
+one more type.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ BUSY = (429, 503)  # statuses after which the client should retry
 class ApiError(Exception):
     """An answer other than 200: the HTTP status, a message, and the field of the request that caused it.
 
-    Where the message advises another value of an option of the engine, ``--option`` is added. ``details``: what
-    Anthropic's clients read as ``error.details``, with its ``error_code``.
+    If the message advises another value for an option of the engine, the ``--option`` of the command is added.
+    ``details``: what Anthropic's clients read as ``error.details``, with its ``error_code``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ApiError(Exception):
     def again(self) -> ApiError:
         """Return the same error for another request.
 
-        If several raised one exception, its traceback would have the frames of all.
+        If several requests raised the same exception, its traceback would hold the frames of all of them.
         """
         error = ApiError.__new__(ApiError, self.message)
         error.__dict__.update(self.__dict__)
@@ -117,7 +117,7 @@ class ApiError(Exception):
 
 
 def shutting_down() -> ApiError:
-    """Return the answer to a request that comes while the server shuts down."""
+    """Return the error for a request that arrives while the server shuts down."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
@@ -133,8 +133,9 @@ def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
 def log_unexpected(error: BaseException, what: str) -> None:
     """Log an exception that may be a defect of the server, with the innermost frames.
 
-    A check of a request raises ``ApiError`` or one of llamapipe's own exceptions. Any other TypeError or ValueError is
-    answered 400, and only the log shows where it came from. A RecursionError is no defect: the request is nested.
+    Checks of requests raise ``ApiError`` or one of llamapipe's other exceptions. Any other TypeError or ValueError is
+    answered 400, and only the log shows where it came from. A RecursionError is not a defect: the request is nested too
+    deeply.
     """
     if isinstance(error, (TypeError, ValueError)) and not isinstance(error, LlamapipeError):
         trace = "".join(traceback.format_exception(error, limit=-_N_FRAMES))
@@ -142,7 +143,7 @@ def log_unexpected(error: BaseException, what: str) -> None:
 
 
 def api_error(error: BaseException) -> ApiError | None:
-    """Return the answer for an exception that the engine raised; None for an unexpected one, which is a bug."""
+    """Return the error for an exception that the engine raised; None for an unexpected one, which is a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

@@ -1,7 +1,7 @@
-"""Decides who may use a server, and how much at once: keys, limits, the counts of requests.
+"""Decides who may use a server, and how much at once: keys, limits and counts of requests.
 
 Open this file to change what every request passes before its route. It knows no engine, because the front process of
-several models has a gate as well. On the event loop's thread.
+several models also has a gate. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _log = logging.getLogger("llamapipe.server")
 class Gate:
     """One server's keys, limits and counts.
 
-    ``n_requests``: requests being served. ``bound_to``: the address that the server listens on; None inside of another
-    server, which tells it with each request. ``is_behind_front``: only the front process of several models reaches this
-    server; it has checked the client, and says who it is. ``store``: stored answers, ``files``: files of clients and
-    their batches, both open until ``release``; None: there is none. ``background``: what computes answers and batches
-    after their clients are gone; None: without a store.
+    ``n_requests``: the number of requests being served. ``bound_to``: the address that the server listens on; None
+    inside another server, which gives it with each request. ``is_behind_front``: only the front process of several
+    models reaches this server; it has checked the client, and says who it is. ``store``: stored answers. ``files``:
+    clients' files and batches. Both are open until ``release``, and None if the server has none. ``background``:
+    computes answers and batches after their clients are gone; None without a store.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
@@ -81,23 +81,23 @@ class Gate:
         self.background: LaterWork | None = None
 
     def release(self) -> None:
-        """Close the files of what is stored, if there are any. A second call does nothing. Waits; any thread."""
+        """Close the files of stored data, if any. A second call does nothing. It blocks; any thread may call it."""
         for database in (self.store, self.files):
             if database is not None:
                 database.close()
 
     @property
     def n_slots(self) -> int | None:
-        """Requests that its engine computes at once; None: it has none."""
+        """The number of requests that its engine computes at once; None without an engine."""
         return None
 
     def start_background(self) -> None:
-        """Begin to compute what the store has for it. A second call does nothing."""
+        """Start computing what waits in the store. A second call does nothing."""
         if self.background is not None:
             self.background.start()
 
     async def stop_background(self) -> None:
-        """Leave it to the next server, or to other processes of this one."""
+        """Stop, and leave unfinished work to the next server or to this server's other processes."""
         if self.background is not None:
             await self.background.stop()
 
@@ -106,7 +106,7 @@ class Gate:
         return ()
 
     def stop_tools(self) -> None:
-        """End the calls of tools that run for requests, because the server ends."""
+        """Cancel the running tool calls of requests, because the server is shutting down."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
@@ -133,9 +133,9 @@ class Gate:
 
     @contextmanager
     def admitted(self, request: ClientRequest, counted: bool) -> Iterator[None]:
-        """Count a request, whose body has arrived, while it is served. Raises ApiError if there are too many.
+        """Count a request while it is served, once its body has arrived. Raises ApiError if there are too many.
 
-        Whatever is asked of the engine meanwhile is asked for this client: see ``Tenant``.
+        Within this context, calls of the engine are made for this client: see ``Tenant``.
         """
         counted = counted and request.inside is None
         if counted:
@@ -150,7 +150,7 @@ class Gate:
             self.n_requests -= counted
 
     def tenant_of(self, request: ClientRequest) -> Tenant:
-        """Return the client: its key if there are several, with a prefix cache for each; else its address."""
+        """Return the client: its key if there are several, each with a separate prefix cache; else its address."""
         priority = self.inside_of(request).priority
         if self.is_behind_front:
             cache = request.headers.get(CACHE) or None
@@ -164,14 +164,14 @@ class Gate:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s, priority)
 
     def inside_of(self, request: ClientRequest) -> Inside:
-        """Return what a request that the server made itself asks for; nothing for one of a client."""
+        """Return for whom the server made a request itself, or a neutral value for a client's request."""
         if self.is_behind_front and WORKER in request.headers:
             headers = request.headers
             return Inside(worker=headers[WORKER] or None, priority=int(headers.get(PRIORITY, "0")))
         return request.inside or _OF_CLIENT
 
     def owner_of(self, request: ClientRequest) -> str:
-        """Return whose the stored answers of this request are: its key's; without keys, everybody's."""
+        """Return the owner of this request's stored answers: its key, or everybody if there are no keys."""
         if self.is_behind_front:
             return request.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
@@ -192,8 +192,8 @@ class Gate:
     def answer_id(self, request: ClientRequest) -> str:
         """Return the id of a stored answer, without its prefix.
 
-        Not that of the request, which a client may send twice. The front process chooses it, because it asks the next
-        process if one dies: what that one has stored is replaced.
+        It differs from the request's id, which a client may send twice. The front process chooses it, so that it can
+        ask another process if one dies, and what the first one stored is replaced.
         """
         answer_id: str | None = request.scope.get("llamapipe.answer")
         if self.is_behind_front:
@@ -225,14 +225,14 @@ class Gate:
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
         """Call ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
 
-        ``size``: in bytes. The total of the large bodies that are converted at a time is limited.
+        ``size``: in bytes. The total size of large bodies that are converted at once is limited.
         """
         raise NotImplementedError
 
     def freed(self, n_bytes: int) -> None:
-        """Note freed memory of a body.
+        """Note that memory of a body was freed.
 
-        Large amounts go back to the system soon: the C library would keep them.
+        Large amounts are soon returned to the system, because the C library would keep them.
         """
         if n_bytes > _SMALL_BYTES:
             self._n_freed += n_bytes
@@ -248,7 +248,7 @@ class Gate:
     def finished(self, request: ClientRequest) -> None:
         """Count and log an answered request.
 
-        What programs ask for every second is logged at the level DEBUG, and so is what a model's process logs.
+        Routes that programs poll are logged at level DEBUG, and so are requests that a model's process logs.
         """
         times = request.times
         seconds = perf_counter() - times.arrived_at
@@ -276,6 +276,6 @@ def _owner(key: bytes) -> str:
 
 
 def _where(times: RequestTimes) -> str:
-    """Return where the time of a request went, for the log."""
+    """Return the phases of a request with their times, for the log."""
     phases = "".join(f" {name}={ms:.0f}" for name, ms in times.phases_ms().items() if ms or name == "queue")
     return f" n_cached_tokens={times.n_cached}{phases}"

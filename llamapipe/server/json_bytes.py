@@ -1,4 +1,4 @@
-"""Values as bytes: JSON, server-sent events, lines."""
+"""Encodes values as JSON, server-sent events, or lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a value as JSON. What a model writes in JSON may have halves of characters."""
+    """Encode a value as JSON. Text that a model writes in JSON may contain half of a surrogate pair."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:

@@ -1,13 +1,14 @@
-"""The MCP servers of an operator's file: child processes and addresses, what they list, and calls of their tools.
+"""MCP servers, as child processes or at addresses: the tools that they list, and calls of these tools.
 
-Open it to change how a server of ``--mcp`` starts, is called, fails and ends.
+Open it to change how an MCP server starts, is called, fails and ends.
 
-The principle: a server is somebody else's program. It may be slow, hang, die, or write without an end, and costs its
-own call only. So all of them live on the event loop of a thread, and whatever they send is limited before it is parsed.
-There is one set for all requests. A server that ended starts again when it is needed. A caller that goes away cancels
-its call. ``close`` ends the children: first by closing their input, then by signals to their process groups.
+A server is somebody else's program: it may be slow, hang, die, or write without end, and this must affect only calls of
+that server. So all servers live on the event loop of a separate thread, and what they send is limited before it is
+parsed. All requests share one set of servers. A server that has ended is started again when it is needed. If a caller
+goes away, its call is cancelled. ``close`` ends the children, first by closing their input, then by signals to their
+process groups.
 
-The protocol is that of the official package ``mcp``, which is imported when the first server starts.
+The official package ``mcp`` implements the protocol. It is imported when the first server starts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Tool(msgspec.Struct, frozen=True):
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the server says that it changes nothing."""
+        """Whether the server says that the tool changes nothing."""
         return (self.annotations or {}).get("readOnlyHint") is True
 
 
@@ -74,14 +75,14 @@ class Image(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The result of a call: texts and images in their order. ``is_error``: the tool says that it failed."""
+    """The result of a call: texts and images, in order. ``is_error``: the tool says that it failed."""
 
     parts: list[str | Image]
     is_error: bool
 
 
 class McpError(Exception):
-    """A server that cannot be used, or answered with an error. ``code``: that of JSON-RPC."""
+    """A server that cannot be used, or answered with an error. ``code``: the JSON-RPC error code."""
 
     def __init__(self, message: str, code: int = CLOSED) -> None:
         super().__init__(message)
@@ -90,31 +91,32 @@ class McpError(Exception):
 
 
 class McpServers(Protocol):
-    """The servers of a file, in this process or in another one. On an event loop's thread."""
+    """The servers of a file, in this process or in another one. Use it on an event loop's thread."""
 
     @property
     def labels(self) -> Mapping[str, str | None]:
         """The servers: the address of each, or None for a child process."""
 
     async def tools(self, label: str) -> Sequence[Tool]:
-        """Return what a server lists. Raises McpError, KeyError."""
+        """Return the tools that a server lists. Raises McpError, KeyError."""
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
         """Call a tool; a task that is cancelled cancels the call. Raises McpError, KeyError."""
 
     def close(self) -> None:
-        """End what is owned; any thread. A second call does nothing."""
+        """End the servers that this object owns. Any thread may call it. A second call does nothing."""
 
 
 def labels_of(entries: Mapping[str, McpEntry]) -> dict[str, str | None]:
-    """Return the address of each server; None: it is a child process."""
+    """Return the address of each server, None for a child process."""
     return {label: entry.url if isinstance(entry, HttpServer) else None for label, entry in entries.items()}
 
 
 class LocalServers:
     """The servers of this process; see ``McpServers``. They start with ``start``, without waiting.
 
-    ``timeout_s``: for each call; ``start_s``: for a start, and to list the tools; None: the same. Any loop may call.
+    ``timeout_s``: the limit for each call. ``start_s``: the limit for a start, and for listing the tools; by default,
+    ``timeout_s``. Any loop may call.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class LocalServers:
         return f"<LocalServers {len(self._connections)}>"
 
     def start(self) -> None:
-        """Start all servers, so that the first request need not wait; the log tells which cannot."""
+        """Start all servers, so that the first request need not wait. The log says which of them fail."""
         for connection in self._connections.values():
             self._thread.begin(connection.warm())
 
@@ -141,11 +143,11 @@ class LocalServers:
         return await self._thread.run(self._connections[label].call(tool, arguments))
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run something else on the servers' loop, until ``close``. Raises McpError after that."""
+        """Run another coroutine on the servers' loop. Raises McpError after ``close``."""
         return self._thread.begin(coroutine)
 
     def close(self) -> None:
-        """End all servers: wait for their processes, a few seconds at most."""
+        """End all servers, and wait a few seconds at most for their processes."""
         self._thread.close([connection.close for connection in self._connections.values()])
 
 
@@ -159,11 +161,11 @@ class McpServer(Protocol):
         """As ``McpServers.call``."""
 
     def end(self) -> None:
-        """Learn that the client no longer needs it. Does not wait."""
+        """Note that the client no longer needs the server. Does not wait."""
 
 
 class ListedServer:
-    """A server of the operator's file, which others use, too."""
+    """A server of the operator's file, which all requests share."""
 
     def __init__(self, servers: McpServers, label: str) -> None:
         self._servers = servers
@@ -185,9 +187,9 @@ class ListedServer:
 
 
 class RemoteServers:
-    """Servers at addresses that clients name, each for one request: what it is told is that client's secret.
+    """Servers at addresses that clients name, each for one request, because its headers are the client's secret.
 
-    ``hosts``: those that clients may name. Any loop may call; ``close`` from any thread.
+    ``hosts``: the hosts that clients may name. Any loop may call, and any thread may call ``close``.
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
@@ -200,17 +202,17 @@ class RemoteServers:
         return f"<RemoteServers {len(self._used)}>"
 
     def open(self, label: str, url: str, headers: Mapping[str, str]) -> RemoteServer:
-        """Return a server, until its ``end``. Nothing happens before it is asked."""
+        """Return a server to use until its ``end``. It is not contacted before its first call."""
         connection = Connection(HttpServer(label, url, headers), self._timeout_s, hosts=self.hosts)
         return RemoteServer(self._thread, connection, self._used)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all servers."""
         self._thread.close([server.connection.close for server in tuple(self._used)])
 
 
 class RemoteServer:
-    """One of ``RemoteServers``; see ``McpServer``. It is in ``used`` from its first request to its end."""
+    """One of ``RemoteServers``; see ``McpServer``. It is in ``used`` from its first request until its end."""
 
     def __init__(self, thread: LoopThread, connection: Connection, used: set[RemoteServer]) -> None:
         self.connection = connection
@@ -239,7 +241,7 @@ class RemoteServer:
 
 
 class LoopThread:
-    """An event loop in a thread, which starts with the first use."""
+    """An event loop in a thread, which starts on first use."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -274,11 +276,11 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result, for a task of another loop; if that is cancelled, so is the coroutine."""
+        """Return the coroutine's result to a task of another loop; if the task is cancelled, so is the coroutine."""
         return await asyncio.wrap_future(self.begin(coroutine))
 
     def close(self, endings: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
-        """Run what ends, then end the thread. A second call does nothing."""
+        """Run ``endings``, then end the thread. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -296,9 +298,9 @@ class LoopThread:
 
 
 class Connection:
-    """One server, which starts when it is needed, and again after it ended. On one event loop.
+    """One server, which is started when needed, and again after it has ended. Use it on one event loop.
 
-    ``hosts``: those that clients may name, for an address that one of them has named.
+    ``hosts``: the hosts that clients may name, if a client named this address.
     """
 
     def __init__(
@@ -319,13 +321,13 @@ class Connection:
         return f"<Connection {self._entry.label}>"
 
     async def warm(self) -> None:
-        """Start the server; the log tells how it went."""
+        """Start the server; the log says whether it worked."""
         with suppress(McpError):  # which is in the log
             n = len(await self.tools())
             _log.info("the MCP server %s is ready: %d tools", quoted(self._entry.label), n)
 
     async def tools(self) -> list[Tool]:
-        """Return what the server lists; ask again after it said that the list changed, or ended. Raises McpError."""
+        """Return the server's tools; asks again if the list changed or the server ended. Raises McpError."""
         return await self._current().tools()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
@@ -353,8 +355,8 @@ class Connection:
 class _Life:
     """A server from one start to its end.
 
-    A task owns the connection; requests run in those of their callers. ``is_over``: nothing more is to be asked.
-    ``n_running``: requests that wait for answers.
+    One task owns the connection; requests run in the tasks of their callers. ``is_over``: no more requests are sent.
+    ``n_running``: the number of requests that wait for answers.
     """
 
     def __init__(self, entry: McpEntry, limits_s: tuple[float, float], hosts: Sequence[str] | None) -> None:
@@ -373,7 +375,7 @@ class _Life:
         return f"<_Life {self._entry.label} n_running={self.n_running}{' over' if self.is_over else ''}>"
 
     async def tools(self) -> list[Tool]:
-        """Return what the server lists. Raises McpError."""
+        """Return the tools that the server lists. Raises McpError."""
         if self._listing is None:
             self._listing = asyncio.ensure_future(self._asked(self._read_tools, self._start_s))
             self._listing.add_done_callback(self._listed)
@@ -392,17 +394,17 @@ class _Life:
         )
 
     async def end(self) -> None:
-        """End the server, whatever waits for it, and wait until it has ended."""
+        """End the server, even if callers wait for it, and wait until it has ended."""
         self._finish()
         await asyncio.wait({self._owner}, timeout=_MOST_END_S)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is left."""
+        """Whether the server has ended completely."""
         return self._owner.done()
 
     def _finish(self) -> None:
-        """Begin its end, unless it has begun: a further cancellation would cut what ends the process."""
+        """Begin to end the server, once: a second cancellation would interrupt the code that ends the process."""
         self.is_over = True
         ends_itself = self._stdio is not None and self._stdio.ended.is_set()
         if not self._is_ending and not ends_itself:
@@ -411,7 +413,7 @@ class _Life:
 
     # ---- its task
     async def _own(self) -> None:
-        """Hold the connection open until the server ends, or ``end``."""
+        """Keep the connection open until the server ends or ``end`` is called."""
         try:
             from mcp import Client
             from mcp.types import Implementation
@@ -459,13 +461,13 @@ class _Life:
         return over_http(self._entry.url, self._entry.headers, self._hosts)
 
     async def _notified(self, message: object) -> None:
-        """Take what the server sends unasked."""
+        """Take a notification from the server."""
         if getattr(message, "method", None) == "notifications/tools/list_changed":
             self._listing = None
 
     # ---- requests
     async def _asked(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
-        """Await the answer to a request. Raises McpError; a server that is of no use any longer is over then."""
+        """Await the answer to a request. Raises McpError, and marks a server that is no longer usable as over."""
         self.n_running += 1
         try:
             client = await self._started()
@@ -519,9 +521,9 @@ class _Life:
         return McpError(_short(str(error)), int(code))
 
     def _timed_out(self, began: float, limit_s: float) -> McpError:
-        """Return the error of a request without an answer in time.
+        """Return the error for a request that was not answered in time.
 
-        A child that sent nothing at all meanwhile hangs: it is ended, and the next request starts another one.
+        A child that sent nothing at all during that time hangs. It is ended, and the next request starts another one.
         """
         if self._stdio is not None and self._stdio.read_at < began and not self.is_over:
             self._tell("hangs, and is ended")
@@ -529,7 +531,7 @@ class _Life:
         return self._error(f"did not answer within {limit_s:g} seconds", TIMED_OUT)
 
     async def _read_tools(self, client: Client) -> list[Tool]:
-        """Read all pages of the list; of two tools with one name the first. Raises McpError."""
+        """Read all pages of the list; if two tools have the same name, keep the first. Raises McpError."""
         tools: dict[str, Tool] = {}
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
@@ -569,7 +571,7 @@ class _Life:
 
 
 def _look_at(future: asyncio.Future[Any]) -> None:
-    """Take note of an exception that nobody waits for any longer."""
+    """Retrieve an exception that nobody awaits any more, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
@@ -603,10 +605,10 @@ def _result(answer: Any) -> Result:
 
 # ---- child processes
 class _Stdio:
-    """A child process that speaks MCP on its standard input and output. A transport of the package ``mcp``.
+    """A child process that speaks MCP on its standard input and output, as a transport of the package ``mcp``.
 
-    ``ended``: set when the child has closed its output, or does what it may not. ``problem``: what that was.
-    ``read_at``: when its last message came.
+    ``ended``: set when the child has closed its output or broken a rule. ``problem``: the rule that it broke.
+    ``read_at``: when its last message arrived.
     """
 
     def __init__(self, entry: StdioServer) -> None:
@@ -705,7 +707,7 @@ class _Stdio:
                 into.close()
 
     def _is_bad(self, process: asyncio.subprocess.Process, problem: str) -> None:
-        """End a child that does what it may not."""
+        """Kill a child that broke a rule."""
         self.problem = problem
         _signal(process.pid, signal.SIGKILL)
 
@@ -720,21 +722,21 @@ class _Stdio:
                 await process.stdin.drain()
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Keep the end of what the child writes there, so that it never waits for a reader."""
+        """Read what the child writes to standard error, so that it never blocks, and keep the end of it."""
         assert process.stderr is not None
         while part := await process.stderr.read(2**16):
             self._stderr = (self._stderr + part)[-_MOST_STDERR:]
 
 
 def _closed() -> Any:
-    """Return what the package's streams raise when the other end is closed."""
+    """Return the exceptions that the package's streams raise when the other end is closed."""
     import anyio
 
     return (anyio.ClosedResourceError, anyio.BrokenResourceError)
 
 
 async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End a child and what it has started: close its input, wait, and send signals to its process group."""
+    """End a child and its descendants: close its input, wait, and send signals to its process group."""
     assert process.stdin is not None
     ended = asyncio.ensure_future(process.wait())
     try:

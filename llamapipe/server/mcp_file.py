@@ -1,12 +1,13 @@
 """The MCP servers of ``serve --mcp FILE``: the JSON that MCP clients read, checked.
 
-Open it to change what such a file may hold. The form is that of other clients, so that one file can serve all::
+Open it to change what such a file may hold. It has the same form as for other clients, so that they can share a file::
 
     {"mcpServers": {
         "time": {"command": "mcp-server-time", "args": ["--local-timezone", "UTC"]},
         "docs": {"url": "https://mcp.example.com/mcp", "headers": {"Authorization": "Bearer ${DOCS_TOKEN}"}}}}
 
-What clients need for their windows has no effect here. Any other unknown key is an error: it may be a misspelt one.
+Keys that clients need for their user interfaces have no effect here. Any other unknown key is an error, because it may
+be misspelt.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _HTTP_TYPES = ("http", "streamable-http", "streamableHttp", "streamable_http")
 
 @dataclass(frozen=True)
 class StdioServer:
-    """A server that is a child process. ``env``: beside the few variables that every child has."""
+    """A server that is a child process. ``env``: variables in addition to the few that every child has."""
 
     label: str
     command: str
@@ -68,7 +69,7 @@ McpEntry = StdioServer | HttpServer
 
 
 def entries_of(path: Path) -> dict[str, McpEntry]:
-    """Return the servers of a file, by their labels; those that are disabled are left out.
+    """Return the servers of a file by label, without disabled ones.
 
     Raises OSError, ValueError.
     """
@@ -154,9 +155,9 @@ def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _expanded(text: str) -> str:
-    """Return a text with the values of ``${NAME}`` and ``${NAME:-default}``.
+    """Return a text with ``${NAME}`` and ``${NAME:-default}`` replaced by their values.
 
-    So secrets need not be in the file.
+    This way, secrets need not be in the file.
     """
     text.encode()  # JSON may hold halves of characters
     if "\0" in text:

@@ -1,10 +1,10 @@
-"""The MCP servers of another process: a model's process asks those of the front, a worker those of its supervisor.
+"""The MCP servers of another process: a model's process uses its front's servers, a worker its supervisor's.
 
-Open it to change how a process that computes reaches the one that owns the servers: there is one set of servers for
-each ``llamapipe serve``, whatever runs the models.
+Open it to change how a process that runs a model reaches the process that owns the servers. There is one set of servers
+for each ``llamapipe serve``, however many processes run models.
 
-A question is a connection to a Unix socket in a folder that only this user may read: a line of JSON there, a line back.
-If the process that asks closes the connection, or dies, the call is cancelled.
+Each question is a connection to a Unix socket in a folder that only this user may read, with one line of JSON in each
+direction. If the asking process closes the connection or dies, the call is cancelled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
-    """A question: for the labels, for the tools of a server, or a call of one."""
+    """A question: for the labels, for the tools of a server, or for a call of a tool."""
 
     label: str | None = None
     tool: str | None = None
@@ -33,7 +33,7 @@ class _Question(msgspec.Struct, omit_defaults=True):
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
-    """The result, or what is wrong."""
+    """The result, or the error."""
 
     labels: dict[str, str | None] | None = None
     tools: list[Tool] | None = None
@@ -70,7 +70,7 @@ class LinkedServers:
         return answer.result
 
     def close(self) -> None:
-        """Do nothing: the servers are those of the other process."""
+        """Do nothing: the other process owns the servers."""
 
     async def _asked(self, question: _Question) -> _Answer:
         try:
@@ -110,7 +110,7 @@ async def _end(listener: asyncio.AbstractServer) -> None:
 
 
 async def _serve(servers: LocalServers, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one question, unless who asks goes away before."""
+    """Answer one question, unless the asking process goes away first."""
     with suppress(OSError, ValueError):
         question = msgspec.json.decode(await reader.readline(), type=_Question)
         answer = asyncio.ensure_future(_answer(servers, question))

@@ -40,7 +40,7 @@ class Family(NamedTuple):
 class Metrics:
     """The metrics of one server. Use it on the event loop's thread; ``text`` may run on another thread.
 
-    ``engine``: None for a process whose engines are elsewhere.
+    ``engine``: None if the engines are in other processes.
     """
 
     def __init__(self, engine: Engine | None, model_name: str = "") -> None:

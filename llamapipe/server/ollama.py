@@ -1,11 +1,11 @@
-"""Ollama's API: chats, texts and embeddings under ``/api``, and what it tells about models.
+"""Ollama's API under ``/api``: chats, texts, embeddings, and information about models.
 
-Open it for what Ollama's clients send and read. Streams are lines of JSON and the default; the last line has the counts
-and times. A model's name may end with ``:latest``. What asks Ollama to load the model in another way, such as
-``num_ctx``, has no effect: the header ``x-llamapipe-unused`` names it, and what Ollama does not read either: unknown
-options, and fields that other APIs have.
+Open it for what Ollama's clients send and read. Answers are streams of JSON lines by default; the last line has the
+counts and times. A model's name may end with ``:latest``. Options that tell Ollama how to load the model, such as
+``num_ctx``, have no effect. The header ``x-llamapipe-unused`` names them, and also what Ollama itself does not read:
+unknown options, and fields of other APIs.
 
-Answers are always read as a stream from the engine, and joined for a client that wants no stream.
+Answers are always read from the engine as a stream, and joined for a client that wants no stream.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ else:
 
 
 class Options(_Table, Lenient, kw_only=True):
-    """``options``: all options of the table, and Ollama's.
+    """The field ``options``: all options of the table, and Ollama's.
 
-    As in Ollama, numbers may come in any form that has one, and are brought into their range.
+    As in Ollama, numbers may have any type that can hold one, and are clamped to their range.
     """
 
     n: Annotated[int | None, Only(1, instead="an answer of this API is one")] = None
@@ -126,7 +126,7 @@ class Options(_Table, Lenient, kw_only=True):
     def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
         """Return the same as ``sampling``.
 
-        ``defaults``: the operator's. ``tokenize``: for the keys of ``logit_bias``.
+        ``defaults``: the operator's options. ``tokenize``: for the keys of ``logit_bias``.
         """
         values = {
             name: defaults.get(name, value)
@@ -167,7 +167,7 @@ class Options(_Table, Lenient, kw_only=True):
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Return a value in a type, if it has that form; else as it is."""
+    """Return a value converted to a type if possible, else unchanged."""
     whole = int(value) if isinstance(value, float) and math.isfinite(value) else value
     for candidate in (value, whole):
         with suppress(msgspec.ValidationError):
@@ -179,7 +179,7 @@ _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min
 
 
 class Modelfile(NamedTuple):
-    """The settings in Ollama's store for a name, besides the model's file."""
+    """The settings that Ollama's store has for a name, in addition to the model's file."""
 
     options: Options
     system: str
@@ -224,7 +224,7 @@ def _modelfile(stored: StoredModel) -> Modelfile:
 
 
 def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
-    """Return the Modelfile of the first of these names that there is; an empty one if there is none."""
+    """Return the Modelfile of the first of these names that has one, else an empty Modelfile."""
     for wanted in names:
         for known, modelfile in files.items():
             if is_named(wanted, known):
@@ -233,16 +233,16 @@ def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
 
 
 def _modelfile_of(state: ServerState, name: str) -> Modelfile:
-    """Return the Modelfile of a name; for another name of the same model, that of the model as it was loaded."""
+    """Return the Modelfile of a name, or if it has none, the Modelfile of the name under which the model was loaded."""
     return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
 
 
 class OllamaRequest(Lenient, kw_only=True):
-    """Takes what Ollama takes. Ollama ignores fields that it does not know."""
+    """A request that accepts what Ollama accepts. Ollama ignores unknown fields."""
 
     @classmethod
     def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Take the fields of this route. Others have no effect, but those of other routes."""
+        """Return the fields of this route. Unknown fields have no effect, but fields of other routes are refused."""
         unread = _unread(fields, (*cls.__struct_fields__, *_OF_ROUTES))
         return {name: value for name, value in fields.items() if name not in unread}, unread
 
@@ -251,7 +251,7 @@ _LIKE_A_NAME = 0.8  # of difflib's ratio
 
 
 def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the unknown names that are probably not misspelt. Misspelt ones are left, and refused."""
+    """Return the unknown names that are probably not misspelt. Misspelt names stay, and are refused."""
     names = list(known)
     return [
         name
@@ -297,12 +297,12 @@ class Generates(OllamaRequest, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token is asked for."""
+        """Whether the request asks for no tokens."""
         return self.options is not None and self.options.num_predict == 0
 
     @property
     def schema(self) -> Any:
-        """The JSON schema that the answer must match; None for any text."""
+        """The JSON schema that the answer must match; None allows any text."""
         return {"type": "object"} if self.format == "json" else self.format or None
 
 
@@ -314,7 +314,7 @@ class OllamaChatRequest(Generates, kw_only=True):
 
 
 class GenerateRequest(Generates, kw_only=True):
-    """``POST /api/generate``: answers a prompt as a message, or with ``raw`` or ``suffix`` continues it as text."""
+    """``POST /api/generate``: answers a prompt as a message; with ``raw`` or ``suffix``, continues it as text."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -375,7 +375,7 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 
 
 def kept_s(keep_alive: object) -> float | None:
-    """Return the seconds of ``keep_alive``; None: forever. Raises ApiError 400."""
+    """Return the seconds of ``keep_alive``, None for forever. Raises ApiError 400."""
     if isinstance(keep_alive, bool) or not isinstance(keep_alive, int | float | str):
         raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
     if isinstance(keep_alive, str):
@@ -394,7 +394,7 @@ def is_named(name: str, known: str) -> bool:
 
 
 def full_name(name: str) -> str:
-    """Return a name with a tag, as Ollama's lists have it."""
+    """Return a name with a tag, as in Ollama's lists."""
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
 
 
@@ -410,14 +410,14 @@ def check_chat_model(state: ServerState, name: str) -> None:
 
 
 def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
-    """Return the adapter of this name; None if a model has it."""
+    """Return the adapter with this name; None if it is the name of a model."""
     if any(is_named(name, known) for known in state.chat_names):
         return None
     return next((adapter for adapter in state.adapters if is_named(name, adapter.name)), None)
 
 
 def _embedder(state: ServerState, name: str) -> Embedder:
-    """Return the embedder of this name. Raises ApiError 404, or 400 for a model that does not embed."""
+    """Return the embedder with this name. Raises ApiError 404, or 400 for a model that does not embed."""
     embedder = state.embedder
     if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
         return embedder
@@ -435,7 +435,7 @@ def _embedder(state: ServerState, name: str) -> Embedder:
 # ---- answers
 # ---- chat
 async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
-    """``POST /api/chat``: answers a conversation. Without messages: the model is loaded."""
+    """``POST /api/chat``: answers a conversation. Without messages, the model is only loaded."""
     state = exchange.server
     check_chat_model(state, request.model)
     params = request.sampling(state)
@@ -476,7 +476,7 @@ async def _answered(
     job: Job[Part],
     with_context: bool = False,
 ) -> Response:
-    """Return the answer as the client wants it."""
+    """Return the answer as a stream or in one piece, as the client wants."""
     encoder = OllamaEncoder(
         request.model,
         isinstance(request, OllamaChatRequest),
@@ -494,9 +494,9 @@ async def _answered(
 
 
 async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
-    """Return the template's arguments that turn the reasoning on or off.
+    """Return the template's arguments that turn reasoning on or off.
 
-    Raises ApiError 400 for a model without it.
+    Raises ApiError 400 for a model that cannot reason.
     """
     think = request.think
     if think is None or think == "":
@@ -512,7 +512,7 @@ async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
 def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the engine's form. Raises ApiError 400.
 
-    Messages of this API name the tool of a result, and calls may have no id: some templates want both.
+    Messages of this API name only the tool of a result, and calls may have no id, but some templates need both.
     """
     converted: list[dict[str, Any]] = []
     waiting: dict[str, str] = {}  # the names of the calls without a result, by id
@@ -553,7 +553,7 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
-    """Return a text after images, which this API has as base64. Raises ApiError 400."""
+    """Return a text preceded by images, which this API sends in base64. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ApiError(400, f"{place} must be a list of base64 texts", place)
     urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
@@ -580,7 +580,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
-    """Answer a request without a prompt, which loads the model, or unloads it; it stays loaded here."""
+    """Answer a request without a prompt, which loads or unloads the model in Ollama; here it stays loaded."""
     part = empty_part(request.model, isinstance(request, OllamaChatRequest))
     unloads = request.keep_alive in (0, "0", "0s")
     return JsonResponse({**part, "done": True, "done_reason": "unload" if unloads else "load"})
@@ -588,7 +588,7 @@ def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) ->
 
 # ---- texts
 async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
-    """``POST /api/generate``: answers a prompt. Without one: the model is loaded."""
+    """``POST /api/generate``: answers a prompt. Without a prompt, the model is only loaded."""
     state = exchange.server
     check_chat_model(state, request.model)
     before = _context(state, request.context)
@@ -640,7 +640,7 @@ async def _text(exchange: Exchange, request: GenerateRequest, text: str, before:
 
 # ---- embeddings
 async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
-    """``POST /api/embed``: vectors of length 1."""
+    """``POST /api/embed``: returns vectors of length 1."""
     embedder = _embedder(exchange.server, request.model)
     _check_duration(request.keep_alive)
     texts = [request.input] if isinstance(request.input, str) else request.input
@@ -663,7 +663,7 @@ async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
 
 
 async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Response:
-    """``POST /api/embeddings``: the vector of one text, as the model gives it."""
+    """``POST /api/embeddings``: returns the vector of one text, not normalized."""
     embedder = _embedder(exchange.server, request.model)
     _check_duration(request.keep_alive)
     if not request.prompt:
@@ -676,25 +676,25 @@ async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Respon
 
 # ---- about the server and its models
 async def root(exchange: Exchange) -> Response:
-    """``GET /``: the text by which clients know the server; for browsers its page, if it has one."""
+    """``GET /``: returns the text by which clients recognize the server, or for browsers its page, if it has one."""
     if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
         return await page(exchange)
     return PlainTextResponse("Ollama is running")
 
 
 async def version(exchange: Exchange) -> Response:
-    """``GET /api/version``: of the API; ``llamapipe`` has the server's."""
+    """``GET /api/version``: the version of the API; the field ``llamapipe`` has the server's version."""
     return JsonResponse({"version": _API_VERSION, "llamapipe": llamapipe.__version__})
 
 
 async def tags(exchange: Exchange) -> Response:
-    """``GET /api/tags``: the models that are served, by all of their names."""
+    """``GET /api/tags``: the served models, under all of their names."""
     state = exchange.server
     return JsonResponse({"models": await state.in_thread(_listed, state)})
 
 
 async def loaded_models(exchange: Exchange) -> Response:
-    """``GET /api/ps``: the same, with the memory they take. They stay loaded."""
+    """``GET /api/ps``: the served models, which stay loaded, with the memory that they use."""
     state = exchange.server
     expires_at = date_of(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
     entries = []
@@ -751,7 +751,7 @@ def _modified(model: Model) -> str:
 
 
 def _digest(model: Model) -> str:
-    """Return a digest of what tells the file from others: a hash of gigabytes would take long."""
+    """Return a digest of what distinguishes the file from others, because hashing gigabytes would take long."""
     try:
         return hashlib.sha256(model.fingerprint).hexdigest()
     except OSError:
@@ -774,7 +774,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _capabilities(model: Model, kind: str) -> list[str]:
-    """Return what the model can do here: clients show no other choices."""
+    """Return the model's capabilities here. Clients show no other choices."""
     names = [kind]
     if kind == "embedding":
         return names
@@ -791,7 +791,7 @@ def _capabilities(model: Model, kind: str) -> list[str]:
 
 
 def parameter_size(n: int) -> str:
-    """Return a number of parameters, as Ollama writes it."""
+    """Return a number of parameters as Ollama writes it."""
     for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
         if n >= size:
             return f"{n / size:.{digits}f}{unit}"
@@ -799,7 +799,7 @@ def parameter_size(n: int) -> str:
 
 
 async def show(exchange: Exchange, request: ShowRequest) -> Response:
-    """``POST /api/show``: what the file says about a model."""
+    """``POST /api/show``: returns what the file says about a model."""
     state = exchange.server
     name = request.model or request.name
     if not name:
@@ -815,9 +815,9 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
 
 
 def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
-    """Return an answer of ``/api/show`` with the tokens that a request may use here.
+    """Return an answer of ``/api/show`` with the context length that a request may use here.
 
-    The file's number is that of the training. Clients fill the context that they read.
+    The file has the context length of the training, and clients fill the context that they read.
     """
     key = f"{shown['details']['family']}.context_length"
     return {
@@ -848,7 +848,7 @@ _NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "gen
 
 
 def _model_info(model: Model) -> dict[str, Any]:
-    """Return the file's metadata, numbers as numbers."""
+    """Return the file's metadata, with numbers as numbers."""
     family = model.metadata.get("general.architecture", "")
     info: dict[str, Any] = {}
     for key, text in model.metadata.items():

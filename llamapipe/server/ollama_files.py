@@ -1,7 +1,7 @@
-"""``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and further names of the model.
+"""``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and more names for models.
 
-A server with one model keeps a pulled file for its next start; the front process of several serves it from then on.
-Files of Ollama's own store are only read. Each route needs an option of the operator, and a key if other machines can
+A server with one model keeps a pulled file for its next start; the front process of several models serves it at once.
+Files in Ollama's own store are only read. Each route needs an option of the operator, and a key if other machines can
 reach the server.
 """
 
@@ -63,7 +63,7 @@ class CopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def named(request: PullRequest | DeleteRequest) -> str:
-    """Return the model that is meant. Raises ApiError 400."""
+    """Return the model that a request names. Raises ApiError 400."""
     name = request.model or request.name
     if not name:
         raise ApiError(400, "model is missing", "model")
@@ -88,7 +88,7 @@ def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
 
 
 def reference_of(name: str) -> hub.Reference:
-    """Return the file of the hub that a name means. Raises ApiError 400."""
+    """Return the file of the Hub that a name means. Raises ApiError 400."""
     text = name.removesuffix(":latest")
     try:
         return hub.parse(hub.hub_name(text) or text)
@@ -103,7 +103,7 @@ def reference_of(name: str) -> hub.Reference:
 
 # ---- pull
 async def pull(exchange: Exchange, request: PullRequest) -> Response:
-    """``POST /api/pull``: downloads a model into the cache of the hub. A model that is served is there already."""
+    """``POST /api/pull``: downloads a model into the Hub's cache, unless it is already served."""
     name = named(request)
     return await answered(exchange, request, None if _is_served(exchange.server, name) else name)
 
@@ -114,7 +114,7 @@ async def answered(
     name: str | None,
     then: Callable[[Path], Awaitable[object]] | None = None,
 ) -> Response:
-    """Download a model, tell how far it is, and call ``then`` with its file. ``name``: None if it is here.
+    """Download a model, report progress, and call ``then`` with its file. ``name``: None if it is already here.
 
     Raises ApiError.
     """
@@ -166,7 +166,7 @@ class _Pull:
         self._files[name] = n_bytes, n_here
 
     async def run(self) -> None:
-        """Download. If its task is cancelled, the download ends with its next part. Raises ApiError."""
+        """Download the file. If the task is cancelled, the download stops at the next part. Raises ApiError."""
         if self._reference is None:
             return
         self._gate.n_pulls += 1
@@ -193,7 +193,7 @@ class _Pull:
             job.exception()
 
     def news(self) -> bytes:
-        """Return lines for the files of which more has arrived."""
+        """Return lines for the files that have made progress."""
         lines = b""
         for name, counts in list(self._files.items()):
             if self._told.get(name) != counts:
@@ -215,7 +215,7 @@ class _Pull:
 
 # ---- delete and copy
 async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
-    """``DELETE /api/delete``: a name made by a copy, or a file in the cache of the hub."""
+    """``DELETE /api/delete``: deletes a name made by a copy, or a file in the Hub's cache."""
     name = named(request)
     state = exchange.server
     check_allowed(exchange, state.settings.allow_delete, "--allow-delete")
@@ -249,13 +249,13 @@ def _is_stored(name: str) -> bool:
 
 
 def check_destination(name: str) -> None:
-    """Raise ApiError 400 for what cannot be a name of a model."""
+    """Raise ApiError 400 for a text that cannot be a model's name."""
     if not _NAME.fullmatch(name):
         raise ApiError(400, f"destination: {quoted(name)} is no name of a model", "destination")
 
 
 async def copy(exchange: Exchange, request: CopyRequest) -> Response:
-    """``POST /api/copy``: another name for the model, until the server ends."""
+    """``POST /api/copy``: gives the model another name, until the server ends."""
     state = exchange.server
     check_allowed(exchange, state.settings.allow_pull, "--allow-pull")
     check_chat_model(state, request.source)

@@ -71,7 +71,7 @@ async def timeline(exchange: Exchange) -> Response:
 
 
 async def jobs(exchange: Exchange) -> Response:
-    """``GET /jobs``: the last batches of the client, and its answers in the background that have not ended."""
+    """``GET /jobs``: the client's last batches, and its background answers that have not ended."""
     store, files = exchange.gate.store, exchange.gate.files
     if store is None or files is None:
         return JsonResponse({"is_stored": False, "batches": [], "answers": []})

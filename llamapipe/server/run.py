@@ -1,7 +1,7 @@
-"""Runs a server with uvicorn: ``llamapipe serve``, or from Python in another thread.
+"""Runs a server with uvicorn, for ``llamapipe serve`` or from Python in another thread.
 
-SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests are
-answered. A second signal cancels them.
+SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests have
+been answered. A second signal cancels them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them i
 
 
 class HttpServer(uvicorn.Server):
-    """One application behind uvicorn, which it tells about a signal at once: uvicorn does so after the last answer.
+    """One application behind uvicorn. It reports a signal to the application at once, not after the last answer.
 
-    ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: what all requests
-    pass.
+    ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: the gate that all
+    requests pass.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(_until_exit)
 
     def run_program(self, sockets: Sequence[socket.socket] = ()) -> None:
-        """Serve until SIGTERM or Ctrl-C, as the whole of a program. For the main thread."""
+        """Serve until SIGTERM or Ctrl-C, as the whole program. Call it in the main thread."""
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self.run(sockets=list(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let more connections wait in the system than are accepted at once: each of these needs a descriptor."""
+        """Start, with a long backlog: connections that wait there need no descriptor yet."""
         await super().startup(sockets=sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)
         self.state.start_background()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer the running requests, then close what they use."""
+        """Answer the running requests, then close what they used."""
         self.state.stop_tools()
         await self.state.stop_background()
         await super().shutdown(sockets=sockets)
@@ -113,15 +113,15 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """Return the address that a socket listens on; that of a Unix socket is no loopback address."""
+    """Return the address that a socket listens on. For a Unix socket, it is not a loopback address."""
     address = sock.getsockname()
     return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
 
 
 def _until_exit(record: logging.LogRecord) -> bool:
-    """Return False for records about requests that the end of the server or the interpreter cuts.
+    """Return False for log records about requests that were cut off by the end of the server or the interpreter.
 
-    uvicorn logs them as errors of the application, which they are not.
+    uvicorn wrongly logs them as errors of the application.
     """
     is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not is_cut and not is_exiting()
@@ -134,9 +134,9 @@ def run_server(
     embedder: Embedder | None = None,
     more_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve an engine on a socket until SIGTERM or Ctrl-C. For the main thread; engine and embedder stay open.
+    """Serve an engine on a socket until SIGTERM or Ctrl-C. Call it in the main thread.
 
-    ``more_sockets``: further sockets to serve; they listen on the same address.
+    The engine and the embedder stay open. ``more_sockets``: further sockets that listen on the same address.
     """
     HttpServer(app(engine, settings, embedder), host_of(sock)).run_program([sock, *more_sockets])
 
@@ -149,8 +149,8 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         with lp.Engine("model.gguf") as engine, llamapipe.server.serve(engine, port=8000) as server:
             print(server.url)
 
-    ``port`` 0 chooses a free port. Any thread. Raises OSError if the address cannot be used, ImportError without the
-    extra ``server``.
+    ``port`` 0 chooses a free port. Any thread may use it. Raises OSError if the address cannot be used, ImportError
+    without the extra ``server``.
     """
 
     def __init__(

@@ -35,81 +35,85 @@ _API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 @explains_fields
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits and names of one server; frozen.
+    """Settings of one server; frozen.
 
     - ``model_names``: the names clients may use for the model; answers contain the first. Default: the file's name.
-    - ``embedding_names``: the same for the embedding model.
+    - ``embedding_names``: the names of the embedding model, likewise.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
-      With several, each has a separate prefix cache, and their requests take turns; otherwise those of each address
-      do.
+      With several keys, each has a separate prefix cache, and requests of different keys take turns; otherwise requests
+      of different addresses do.
     - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
-      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; those of others are answered 403.
+      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered 403.
     - ``allow_hosts``: further names that clients may use for the server, ``("*",)`` for any. A server that listens on
       loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
       empty.
     - ``max_body_bytes``: largest request body; larger ones are answered 413.
-    - ``max_bodies_bytes``: all bodies that are being read or whose requests have no answer yet (of a stream: no token),
-      beyond the first 64 KiB of each; then the largest one of the client that has most is answered 503.
-    - ``max_requests``: requests served at once, including those in the engine's queue; further ones are answered 429.
-      A request counts when its body has arrived.
-    - ``max_connections_per_address``: connections of one client; the next one takes the place of its oldest one without
-      a running request. Clients behind one proxy have one address. 0: no limit.
+    - ``max_bodies_bytes``: total size of the bodies that are being read or whose requests have no answer yet (for a
+      stream, no token), beyond the first 64 KiB of each. Over the limit, the largest body of the client with the most
+      bytes is answered 503.
+    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered 429. A request
+      counts when its body has arrived.
+    - ``max_connections_per_address``: connections from one address; the next one replaces the oldest one without a
+      running request. All clients behind a proxy share its address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
-    - ``max_messages``: maximum number of messages of a conversation, where one of several parts counts as many, items
-      of a Responses input, or texts to embed, rank or score.
+    - ``max_messages``: maximum number of messages of a conversation (each part of a message counts), of items of a
+      Responses input, or of texts to embed, rank or score.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
       otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
       and the most tokens to detokenize.
-    - ``max_sound_s``: maximum length of a sound, in seconds. Preparing one is a single call, which ``timeout_s``
-      does not end.
+    - ``max_sound_s``: maximum length of a sound, in seconds. Preparing a sound is a single call, which ``timeout_s``
+      cannot interrupt.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
-    - ``timeout_s``: seconds a request may take; longer ones are answered 504. None: no limit.
+    - ``timeout_s``: seconds that a request may take; slower ones are answered 504. None: no limit.
     - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
     - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
     - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
       Anthropic's event ``ping``. 0: never.
-    - ``grammar_timeout_s``: seconds of processor time that the constraint of a prompt may take, compiled and followed;
-      then its request fails. None: 30, the default of ``SamplingParams``.
+    - ``grammar_timeout_s``: seconds of processor time that compiling and following a prompt's constraint may take;
+      after that, its request fails. None: 30, the default of ``SamplingParams``.
     - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
       they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
-    - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; names of
-      adapters mean these. Answers have the model's own name.
-    - ``slot_save_path``: a folder in which clients may save the cells of conversations, and load them from there.
+    - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; an
+      adapter's name still means the adapter. Answers have the model's own name.
+    - ``slot_save_path``: a folder in which clients may save the KV cells of conversations, and from which they may load
+      them. None: they may not.
     - ``slot_transfer``: clients may download and upload these files.
-      None: they may not.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
-    - ``media_path``: a folder; ``file://`` addresses of images may name the files below it. None: none are read.
-    - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A name never means an address
-      of a private network; an address that is listed itself may be one. Empty: nothing is fetched.
+    - ``media_path``: a folder; ``file://`` addresses of images may name files below it. None: no files are read.
+    - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A host name that resolves to a
+      private address is refused; such an address must itself be listed. Empty: nothing is fetched.
     - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
-    - ``sampling``: options of ``SamplingParams`` where a request gives none: those of samplers, by their names, and
+    - ``sampling``: defaults for options of ``SamplingParams`` that a request leaves out: sampler options, by name, and
       ``reasoning_budget_message``.
     - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it
-      off, if it can, and reasoning that begins all the same is closed at once. "auto": as the template has it. A
-      number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
-      arguments of the chat template; those of a request take their places.
-    - ``system``: the system prompt of conversations that have none, in every API; one of the request, or of a
-      Modelfile, takes its place. Transcriptions and ``/apply-template`` have none.
-    - ``keep_requests``: for so many requests ``/requests`` and the page show where their time went, without texts.
-    - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored, which is made if there
-      is none; only its user may read it. None: nothing is stored. ``store_bytes``: its size, beyond which the least
-      recently used answers are deleted. ``store_days``: after that many days without use they are, too.
-    - ``mcp``: a file of MCP servers, in the form that MCP clients read, which ``/v1/responses`` may name by their
-      labels. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in ``media_urls``, where
-      requests may name MCP servers by addresses. Empty: they may not. ``mcp_timeout_s``: seconds in which one must
-      start, and answer a call. ``max_mcp_calls``: calls of their tools for one answer; then the model goes on without.
-      ``max_mcp_characters``: the most characters of a call's result; the rest is cut off.
-    - ``max_background``: answers with ``background: true`` that one key may have waiting and computed; further ones are
+      off, if it can, and reasoning that begins all the same is closed at once. "auto": the template decides. A number:
+      at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of
+      the chat template; a request's arguments override them.
+    - ``system``: the system prompt of conversations that have none, in every API; a system prompt in the request or in
+      a Modelfile replaces it. Transcriptions and ``/apply-template`` do not use it.
+    - ``keep_requests``: the number of last requests for which ``/requests`` and the page show where their time went,
+      without texts.
+    - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored; it is created if need
+      be, and only its user may read it. None: nothing is stored. ``store_bytes``: its maximum size, beyond which the
+      least recently used answers are deleted. ``store_days``: answers are also deleted after that many days without
+      use.
+    - ``mcp``: a file of MCP servers, in the form that MCP clients read; requests to ``/v1/responses`` may name these
+      servers by label. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in
+      ``media_urls``, on which requests may name MCP servers by address. Empty: they may not. ``mcp_timeout_s``: seconds
+      in which an MCP server must start, and answer each call. ``max_mcp_calls``: tool calls for one answer; after that,
+      the model continues without calls. ``max_mcp_characters``: the most characters of a call's result; the rest is cut
+      off.
+    - ``max_background``: answers with ``background: true`` that may be waiting or running for one key; more are
       answered 429.
-    - ``files_bytes``: files that clients upload, and results of their batches, of which each key has an equal part.
-      They are in a second file beside the store, for ``store_days`` unless the client says otherwise.
+    - ``files_bytes``: total size of the files that clients upload and of their batches' results; each key has an equal
+      share. They are kept in a second file next to the store, for ``store_days`` unless the client says otherwise.
     - ``page``: serve the page at ``/``.
     - ``ollama``: also serve Ollama's API under ``/api``. ``allow_pull``, ``allow_delete``: its clients may download
-      models of the Hugging Face Hub and give the model further names, and delete downloaded files.
+      models from the Hugging Face Hub and give the model more names, and may delete downloaded files.
 
-    Raises TypeError or ValueError naming the field. ``docs/reference/options.md`` has the ranges.
+    Raises TypeError or ValueError, which names the field. ``docs/reference/options.md`` has the ranges.
     """
 
     model_names: tuple[str, ...] = ()
@@ -221,7 +225,7 @@ class ServerSettings:
             )
 
     def open_store(self) -> Store | None:
-        """Open the file of stored answers; None without one. Raises OSError and StoreError."""
+        """Open the file of stored answers. Returns None without one. Raises OSError and StoreError."""
         if self.store is None:
             return None
         from llamapipe.server._store import Store
@@ -229,7 +233,7 @@ class ServerSettings:
         return Store(path_of(self.store), self.store_bytes, self.store_days)
 
     def open_mcp(self) -> LocalServers | None:
-        """Start the MCP servers; None without a file of them. Raises OSError and ValueError for a wrong file."""
+        """Start the MCP servers. Returns None without a file of them. Raises OSError, and ValueError for a bad file."""
         if self.mcp is None:
             return None
         from llamapipe.server.mcp import LocalServers
@@ -244,7 +248,7 @@ class ServerSettings:
         return servers
 
     def open_files(self) -> Files | None:
-        """Open the file beside it, for clients' files and batches; None without a store. Raises as ``open_store``."""
+        """Open the file of clients' files and batches; None without a store. Raises the errors of ``open_store``."""
         if self.store is None:
             return None
         from llamapipe.server._files import Files
@@ -255,7 +259,7 @@ class ServerSettings:
         )
 
     def default_template_args(self) -> dict[str, Any]:
-        """Return the arguments of the template where a request has no others. Raises ValueError."""
+        """Return the default arguments of the template. Raises ValueError."""
         if self.template_args is None:
             return {}
         try:

@@ -36,30 +36,30 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class WorkerLink(Protocol):
-    """A server's knowledge of the others, if it is one of several on a port.
+    """Connects a server to the other workers, if it is one of several on a port.
 
-    ``n_ready``, ``n_workers``: how many there are.
+    ``n_ready``, ``n_workers``: how many workers are ready, and how many there are.
     """
 
     n_ready: int
     n_workers: int
 
     async def text(self) -> bytes:
-        """Return the metrics of all of them."""
+        """Return the metrics of all workers."""
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of their last requests went, the newest first."""
+        """Return where the time of all workers' last requests went, the newest first."""
 
     def fail(self, message: str) -> None:
-        """End this one, which can answer nothing any longer."""
+        """End this worker, because it can no longer answer anything."""
 
 
 class ServerState(Gate):
     """One server's engine, embedder or both, and settings. Use it on the event loop's thread.
 
     ``model_names``: the names clients may use for the model; answers contain the first. ``worker``: the link to the
-    other processes, if this is one of several. ``mcp``: the MCP servers of the operator's file,
-    ``mcp_remote``: those that clients may name by addresses; None: there are none.
+    other workers, if this is one of several. ``mcp``: the MCP servers of the operator's file. ``mcp_remote``: the
+    servers that clients name by address. Both are None if there are none.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ServerState(Gate):
             )
 
     def release(self) -> None:
-        """As ``Gate.release``; ends the MCP servers, too."""
+        """Do the same as ``Gate.release``, and end the MCP servers."""
         super().release()
         for servers in (self.mcp, self.mcp_remote):
             if servers is not None:
@@ -111,13 +111,13 @@ class ServerState(Gate):
         return () if self.mcp is None else tuple(self.mcp.labels)
 
     def stop_tools(self) -> None:
-        """As ``Gate.stop_tools``: their requests are told that the server ends, and no other call begins."""
+        """Cancel tool calls: their requests learn that the server is shutting down, and no other call begins."""
         self._has_stopped_tools = True
         for call in self._tool_calls:
             call.cancel()
 
     async def ask_tools(self, asked: Awaitable[T]) -> T:
-        """Await what an MCP server answers. Raises ApiError 503 when this server ends: a tool may take minutes."""
+        """Await an MCP server's answer, which may take minutes. Raises ApiError 503 when this server shuts down."""
         call = asyncio.ensure_future(asked)
         if self._has_stopped_tools:
             call.cancel()
@@ -132,9 +132,9 @@ class ServerState(Gate):
             self._tool_calls.discard(call)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any, size: int = 0) -> T:
-        """Run ``function(*arguments)`` in a thread: for what would hold up the event loop. Fair to clients.
+        """Run ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
 
-        ``size``: the characters that it converts. Raises TimeoutError after ``timeout_s``.
+        ``size``: the number of characters to convert. Raises TimeoutError after ``timeout_s``.
         """
         with time_limit(self.settings.timeout_s):
             return await self._offload(function, *arguments, size=size)
@@ -157,7 +157,7 @@ class ServerState(Gate):
 
     @property
     def has_engine(self) -> bool:
-        """Whether it generates."""
+        """Whether the server has an engine that generates text."""
         return self._engine is not None
 
     @property
@@ -168,37 +168,37 @@ class ServerState(Gate):
 
     @property
     def failure(self) -> BackendError | None:
-        """Why its engine answers nothing any longer; None while it works."""
+        """Why its engine no longer answers; None while it works."""
         return None if self._engine is None else self._engine.failure
 
     def finished(self, request: ClientRequest) -> None:
-        """As ``Gate.finished``. A worker whose engine has failed ends, so that the next one takes its place."""
+        """Do the same as ``Gate.finished``. A worker whose engine has failed ends, so that a new one replaces it."""
         super().finished(request)
         if self.worker is not None and (failure := self.failure) is not None:
             self.worker.fail(str(failure))
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Its engine's last steps. Raises as ``engine``."""
+        """The last steps of its engine. Raises the errors of ``engine``."""
         return Timeline(self.engine)
 
     @property
     def chat_names(self) -> tuple[str, ...]:
-        """The names of the model that generates, those that clients made included."""
+        """The names of the model that generates, including names that clients added."""
         return (*self.model_names, *self.copies)
 
     @property
     def adapters(self) -> tuple[Adapter | ControlVector, ...]:
-        """Those that requests may name."""
+        """The adapters that requests may name."""
         return () if self._engine is None else self._engine.adapters
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The names of the adapters, which clients use as those of models."""
+        """The names of the adapters, which clients use like names of models."""
         return tuple(adapter.name for adapter in self.adapters if adapter.name not in self.chat_names)
 
     def adapter_of(self, name: str | None) -> dict[str, str]:
-        """Return the field of ``SamplingParams`` that a model's name asks for: none unless it is that of an adapter."""
+        """Return the field of ``SamplingParams`` that a model's name asks for; none unless it names an adapter."""
         return {"adapter": name} if name is not None and name in self.adapter_names else {}
 
     @property
@@ -208,14 +208,14 @@ class ServerState(Gate):
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of all models that are served."""
+        """The names of all served models."""
         return (
             self.chat_names + self.adapter_names + (self.embedding_names if self.embedder is not None else ())
         )
 
     @property
     def models(self) -> list[Model]:
-        """The models that are served."""
+        """The served models."""
         return [owner.model for owner in (self._engine, self.embedder) if owner is not None]
 
     def check_model(self, name: str | None) -> str:
@@ -225,7 +225,7 @@ class ServerState(Gate):
         return self._served(name, self.chat_names + self.adapter_names)
 
     def check_name(self, name: str | None) -> str:
-        """Return the name of a model or an adapter, whatever it does. Raises ApiError 404 if there is none."""
+        """Return the name of a model of any kind or of an adapter. Raises ApiError 404 if there is none."""
         return self._served(name, self.all_names)
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:

@@ -32,13 +32,13 @@ async def health(exchange: Exchange) -> Response:
 
 
 async def ping(exchange: Exchange) -> Response:
-    """``GET /ping``, as SageMaker and vLLM have it: 200, or 503 while the server drains."""
+    """``GET /ping``, as in SageMaker and vLLM: 200, or 503 while the server drains."""
     await health(exchange)
     return JsonResponse({})
 
 
 async def reset_prefix_cache(exchange: Exchange) -> Response:
-    """``POST /reset_prefix_cache``, as vLLM's: the client's cached tokens that no request uses are forgotten."""
+    """``POST /reset_prefix_cache``, as in vLLM: drops the client's cached tokens that no request uses."""
     refuse_resets(exchange)
     state = exchange.server
     if state.worker is not None and not state.is_behind_front:
@@ -51,19 +51,19 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
 
 
 def refuse_resets(exchange: Exchange) -> None:
-    """Raise ApiError 400 for what vLLM can reset besides."""
+    """Raise ApiError 400 for other things that vLLM can reset."""
     for name in ("reset_running_requests", "reset_external"):
         if exchange.query_params.get(name, "false").lower() not in ("false", "0", ""):
             raise ApiError(400, f"{name} is set; leave it out: running requests keep what they use", name)
 
 
 async def version(exchange: Exchange) -> Response:
-    """``GET /version``, as vLLM's."""
+    """``GET /version``, as in vLLM."""
     return JsonResponse({"version": llamapipe.__version__})
 
 
 async def metrics(exchange: Exchange) -> Response:
-    """``GET /metrics``, in Prometheus' text format; of all workers, if there are several."""
+    """``GET /metrics``: the metrics of all workers, in Prometheus' text format."""
     worker = exchange.server.worker
     text = await (asyncio.to_thread(exchange.server.metrics.text) if worker is None else worker.text())
     return Response(text, media_type=CONTENT_TYPE)

@@ -1,9 +1,9 @@
-"""``/v1/audio/transcriptions``: OpenAI's route for sounds, whose body is a form with a file.
+"""``/v1/audio/transcriptions``: OpenAI's route for transcribing sounds, whose body is a form with a file.
 
-The sound becomes a message of a conversation, with a question for its text. So any model that takes sounds answers.
+The sound becomes a message of a conversation that asks for its text, so any model that takes sounds can answer.
 
-The form is parsed here: Starlette's parser needs a further package and writes large parts to the disk, while the body
-is in memory already, within its limits, and the front process of several models reads the same bytes.
+The form is parsed here because Starlette's parser needs another package and writes large parts to disk. Here the body
+is already in memory, within its limits, and the front process of several models reads the same bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
 
 def form_parts(content_type: str, body: bytes) -> list[_Part]:
-    """Return the fields of a form, in its order. Raises ApiError 400 for what is no complete form."""
+    """Return the fields of a form, in order. Raises ApiError 400 for an incomplete or invalid form."""
     match = _BOUNDARY.fullmatch(content_type.strip()) if len(content_type) <= _MOST_TYPE else None
     if match is None:
         raise ApiError(
@@ -145,7 +145,7 @@ def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) 
 
 
 async def transcriptions(exchange: Exchange) -> Response:
-    """Answer the text that a sound has."""
+    """Answer with the text of a sound."""
     state = exchange.server
     fields = _fields(exchange)
     model = state.check_model(_text(fields, "model", "", 1000) or None)

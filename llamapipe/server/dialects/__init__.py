@@ -1,5 +1,5 @@
-"""The formats of answers: an encoder for each API, which gets parts of an answer and returns bytes.
+"""The formats of answers: one encoder for each API, which gets the parts of an answer and returns bytes.
 
-An encoder knows no request, no engine and no server, so a test gives it parts and looks at the bytes. ``encoder`` says
-what all of them have; ``_job`` of the server runs a request and gives the parts to one of them.
+An encoder knows no request, engine or server, so a test can give it parts and check the bytes. ``encoder`` defines the
+common interface; ``llamapipe/server/_job.py`` runs a request and gives the parts to an encoder.
 """

@@ -19,7 +19,7 @@ _STOP_REASONS = {
 
 
 class AnthropicEncoder:
-    """The answer to one request, complete or streamed. A stream has content blocks, of which one is open at a time."""
+    """The answer to one request, complete or streamed. A stream has content blocks, one of which is open at a time."""
 
     prompt_at: PromptAt = None
 

@@ -33,8 +33,9 @@ _BEGIN = (
 class ChatEncoder:
     """The answer to one request, complete or streamed.
 
-    ``vocab``: the model's, for log-probabilities. ``tools``: how the client knows those that the model calls.
-    ``with_reasoning``: the answer has the reasoning. ``running``: the streams, whose progress ``news`` tells.
+    ``vocab``: the model's vocabulary, for log-probabilities. ``tools``: how the client knows the tools that the model
+    calls. ``with_reasoning``: the answer includes the reasoning. ``running``: the streams, whose progress ``news``
+    reports.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ChatEncoder:
 
     # ---- complete
     def whole(self, done: ChatCompletion, counts: Counts, prompt: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the complete answer. ``prompt``: its tokens, for a client that wants token ids."""
+        """Return the complete answer. ``prompt``: the prompt's tokens, for a client that wants token ids."""
         answer = {
             **self._common,
             "choices": [self._choice(choice) for choice in done.choices],
@@ -111,7 +112,7 @@ class ChatEncoder:
 
     # ---- streamed
     def news(self) -> bytes:
-        """Return how much of the prompt is computed, if that has changed."""
+        """Return the progress of the prompt, if it has changed."""
         return b"" if self._progress is None else self._progress.news()
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
@@ -164,7 +165,7 @@ class ChatEncoder:
     def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
         """Return the parts of calls.
 
-        The input of a custom tool is text in a JSON string: it is sent when it is complete.
+        The input of a custom tool is text in a JSON string, which is sent when it is complete.
         """
         parts: list[dict[str, Any]] = []
         for piece in part.tool_calls:

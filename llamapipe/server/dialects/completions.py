@@ -27,7 +27,7 @@ _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
 
 
 class Prompts(NamedTuple):
-    """The prompts of a request: as ``given``, and as ``tokens``; ``n`` choices are returned for each."""
+    """The prompts of a request, as ``given`` and as ``tokens``; ``n`` choices are returned for each."""
 
     given: Sequence[str | list[int | str]]
     tokens: Sequence[list[int]]
@@ -37,9 +37,9 @@ class Prompts(NamedTuple):
 class Shown(NamedTuple):
     """Options of an answer that only this API has; ``Format`` has the others.
 
-    ``echo``: the prompt before each text. ``logprobs``, ``prompt_logprobs``: how many alternatives; None: no
-    log-probabilities. ``skips_space``: texts begin with a space that is not shown. ``is_empty``: no tokens are asked
-    for.
+    ``echo``: the prompt precedes each text. ``logprobs``, ``prompt_logprobs``: how many alternatives to show; None
+    shows no log-probabilities. ``skips_space``: texts begin with a space that is not shown. ``is_empty``: the request
+    asks for no tokens.
     """
 
     echo: bool = False
@@ -50,7 +50,7 @@ class Shown(NamedTuple):
 
 
 class CompletionEncoder:
-    """The answer to one request, complete or streamed. Choice ``index`` is one of prompt ``index // n``."""
+    """The answer to one request, complete or streamed. Choice ``index`` belongs to prompt ``index // n``."""
 
     prompt_at: PromptAt = None
 
@@ -83,7 +83,7 @@ class CompletionEncoder:
 
     # ---- complete
     def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
-        """Return the complete answer. ``done``: one for each prompt; of more than ``n`` choices, the best are shown."""
+        """Return the complete answer. ``done``: one completion for each prompt, whose ``n`` best choices are shown."""
         n = self._prompts.n
         choices = [
             self._choice(completion, choice, i * n + j)
@@ -137,7 +137,7 @@ class CompletionEncoder:
     def _first(self, i: int) -> int | None:
         """Return the first token of prompt ``i``, which has no log-probability.
 
-        None if it is a BOS token that was added.
+        Returns None if it is a BOS token that was added.
         """
         prompt, token = self._prompts.given[i], self._prompts.tokens[i][0]
         is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
@@ -152,7 +152,7 @@ class CompletionEncoder:
 
     # ---- streamed
     def news(self) -> bytes:
-        """Return how much of the prompts is computed, if that has changed."""
+        """Return the progress of the prompts, if it has changed."""
         return b"" if self._progress is None else self._progress.news()
 
     def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
@@ -163,7 +163,7 @@ class CompletionEncoder:
         return self._writer.chunk(_stream_choice(index, text, logprobs, None), text)
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return how much of the prompt was computed, if the client wants that."""
+        """Return the final progress of the prompt, if the client wants it."""
         return b"" if self._progress is None else self._progress.last(index)
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:

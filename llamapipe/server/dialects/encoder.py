@@ -12,9 +12,10 @@ PromptAt = Literal["begin", "end"] | None
 
 
 class Counts(NamedTuple):
-    """Tokens so far, of all prompts and choices.
+    """The numbers of tokens so far, of all prompts and choices.
 
-    ``n_prompt``: with the ``n_cached`` ones. ``n_drafted``, ``n_accepted``: guesses that were computed, and right ones.
+    ``n_prompt``: including the ``n_cached`` tokens. ``n_drafted``, ``n_accepted``: drafted tokens that were computed,
+    and that were accepted.
     """
 
     n_prompt: int
@@ -25,15 +26,15 @@ class Counts(NamedTuple):
 
 
 class Encoder(Protocol[Part_contra]):
-    """Writes one streamed answer. Each method returns the bytes to send; none if there is nothing to tell.
+    """Writes one streamed answer. Each method returns the bytes to send, or none if there is nothing to send.
 
-    ``prompt_at``: when it gets the prompt's tokens, if at all.
+    ``prompt_at``: when the encoder gets the prompt's tokens, if at all.
     """
 
     prompt_at: PromptAt
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Begin choice ``index``, which has its first token: tell its role, before the first part."""
+        """Begin choice ``index``, which has its first token: write its role, before the first part."""
 
     def part(self, index: int, part: Part_contra, counts: Counts) -> bytes:
         """Write a part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""

@@ -23,8 +23,9 @@ CUT: FinishReason = "cancelled"  # of a text that one of this API's limits ended
 class Form(NamedTuple):
     """Options of an answer, as the request gives them.
 
-    ``is_stream``: events. ``with_tokens``: an answer that is no stream has them. ``wanted``: paths of the fields that
-    the last object has; none: all. ``is_cut``: the prompt was. ``is_empty``: no tokens are asked for.
+    ``is_stream``: the answer is written as events. ``with_tokens``: an answer that is not streamed has the tokens.
+    ``wanted``: paths of the fields in the last object; empty for all. ``is_cut``: the prompt was cut. ``is_empty``: the
+    request asks for no tokens.
     """
 
     is_stream: bool = False
@@ -45,11 +46,11 @@ class Running(Protocol):
 
     @property
     def n_cached_tokens(self) -> int:
-        """The cached tokens of its prompt."""
+        """The number of cached tokens of its prompt."""
 
 
 class LlamaServerEncoder:
-    """The answer to one request. ``prompts``, ``texts``: those of each choice; a text is read when its choice ends."""
+    """The answer to one request. ``prompts``, ``texts``: of each choice; a text is read when its choice ends."""
 
     prompt_at: PromptAt = None
 
@@ -89,7 +90,7 @@ class LlamaServerEncoder:
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """Return the event for a part, and the last one of a choice, which has everything but the text."""
+        """Return the event for a part, and at the end of a choice its last event, which has everything but the text."""
         choice, form = self._choices[index], self._form
         if form.is_empty:
             part = part._replace(logprobs=None)
@@ -105,14 +106,14 @@ class LlamaServerEncoder:
         return events + event(self._last(index)) if part.finish_reason is not None else events
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the answer that is no stream: an object, or a list of them for several prompts or choices."""
+        """Return the answer if it is not streamed: an object, or a list of objects for several prompts or choices."""
         if self._form.is_stream:
             return b""
         answers = [self._last(index) for index in range(len(self._choices))]
         return encode_json(answers if len(answers) > 1 else answers[0])
 
     def news(self) -> bytes:
-        """Return events that tell how much of the prompts is computed, for those that have come further."""
+        """Return events for the prompts whose progress has changed."""
         events = b""
         for index, choice in enumerate(self._choices if self._form.with_progress else ()):
             stream = self._running[index]
@@ -148,7 +149,7 @@ class LlamaServerEncoder:
         return fields
 
     def _last(self, index: int) -> dict[str, Any]:
-        """Return the last object of a choice, with the fields that the client asks for."""
+        """Return the last object of a choice, with the fields that the client wants."""
         choice, form = self._choices[index], self._form
         text = "".join(choice.text)
         fields: dict[str, Any] = {
@@ -177,7 +178,7 @@ class LlamaServerEncoder:
 
 
 class _Choice:
-    """One text, as far as it has come. ``stop_type``: why it ended, ``"none"`` until then."""
+    """The state of one text. ``stop_type``: why it ended; ``"none"`` until then."""
 
     def __init__(self, prompt: list[int], began_at: float) -> None:
         self.prompt = prompt
@@ -210,7 +211,7 @@ class _Choice:
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:
-    """Return the options with llama-server's names, as its answers have them."""
+    """Return the options under llama-server's names, as in its answers."""
     settings: dict[str, Any] = {
         option.name: getattr(params, option.name)
         for option in OPTIONS
@@ -231,7 +232,7 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
-    """Return ``completion_probabilities``: as OpenAI's ``logprobs`` of chats, with ids."""
+    """Return ``completion_probabilities``, which are like OpenAI's ``logprobs`` of chats, with ids."""
     entries = list(entries)
     records: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
     for entry, record in zip(entries, records, strict=True):
@@ -242,9 +243,9 @@ def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[s
 
 
 def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """Return the values at these paths, by path, as llama-server's ``response_fields``.
+    """Return the values at these paths, by path, like llama-server's ``response_fields``.
 
-    What is not there is left out.
+    Paths that do not exist are left out.
     """
     fields: dict[str, Any] = {}
     for path in paths:

@@ -37,7 +37,7 @@ class CompletionLogprobs:
         return f"CompletionLogprobs({self._offsets})"
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """Return the next tokens of the choice. ``first``: a token before them that has no log-probability."""
+        """Return the next tokens of the choice. ``first``: a preceding token that has no log-probability."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -83,9 +83,9 @@ def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = 
 def prompt_logprobs(
     tokens: Sequence[int], entries: Sequence[TokenLogprob], vocab: Vocab
 ) -> list[dict[str, Any] | None]:
-    """VLLM's ``prompt_logprobs``: for each token of the prompt, the most probable tokens and itself, by their ids.
+    """Return vLLM's ``prompt_logprobs``: for each prompt token, the most probable tokens and itself, by id.
 
-    The first has none. ``rank`` is None for a token that is not among the most probable ones.
+    The first token has none. ``rank`` is None for a token that is not among the most probable ones.
     """
     scores: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
     for entry in entries:
@@ -105,7 +105,7 @@ def prompt_logprobs(
 
 
 def id_text(token: int) -> str:
-    """Write a token as vLLM does where the client asks for ids."""
+    """Write a token as vLLM does when the client asks for ids."""
     return f"token_id:{token}"
 
 

@@ -1,4 +1,4 @@
-"""Writes the answers of ``/v1/fim/completions`` in Mistral's format, which is that of its chat."""
+"""Answers of ``/v1/fim/completions``, in Mistral's format, which is the same as for its chats."""
 
 from __future__ import annotations
 

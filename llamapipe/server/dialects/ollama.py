@@ -16,11 +16,11 @@ from llamapipe.server.json_bytes import encode_json, line
 
 
 class OllamaEncoder:
-    """The answer to one request: a line for each part, or with ``is_whole`` one object at the end.
+    """The answer to one request: a line for each part, or with ``is_whole`` a single object at the end.
 
-    ``is_chat``: for ``/api/chat``, else for ``/api/generate``. ``is_empty``: no tokens are asked for. ``with_context``:
-    the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: how long the request waited
-    for its model.
+    ``is_chat``: for ``/api/chat``, otherwise for ``/api/generate``. ``is_empty``: the request asks for no tokens.
+    ``with_context``: the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: how long
+    the request waited for its model.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OllamaEncoder:
         return b""
 
     def part(self, index: int, part: ChatDelta | Delta, counts: Counts) -> bytes:
-        """Return the line for a part; none for one without text, or that is not complete."""
+        """Return the line for a part; none if the part has no text or is incomplete."""
         if isinstance(part, Delta):
             part = ChatDelta(part.text, "", (), part.token_ids, part.logprobs, part.finish_reason)
         self._token_ids += part.token_ids
@@ -129,7 +129,7 @@ class OllamaEncoder:
 
 
 class _Calls:
-    """Joins the pieces of tool calls: a line of this API has whole ones."""
+    """Joins the pieces of tool calls, because a line of this API has only whole calls."""
 
     def __init__(self) -> None:
         self._open: tuple[ToolCallDelta, list[str]] | None = None
@@ -138,7 +138,7 @@ class _Calls:
         return f"<_Calls {self._open}>"
 
     def complete(self, pieces: Sequence[ToolCallDelta], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield the calls that are complete with these pieces. ``is_last``: there are no more."""
+        """Yield the calls that these pieces complete. ``is_last``: there are no more pieces."""
         for piece in pieces:
             if piece.id is not None:
                 yield from self._closed()
@@ -164,15 +164,15 @@ def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
 
 
 def now() -> str:
-    """Return the time, as this API writes it."""
+    """Return the current time as this API writes it."""
     return date_of(datetime.now(timezone.utc))
 
 
 def date_of(moment: datetime) -> str:
-    """Return a moment, as this API writes it."""
+    """Return a time as this API writes it."""
     return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return nanoseconds, at least one: clients divide by them."""
+    """Return nanoseconds, at least one, because clients divide by them."""
     return max(round(seconds * 1e9), 1)

@@ -1,4 +1,4 @@
-"""Shared by the two older APIs of OpenAI: the chunks of a stream, usage, progress."""
+"""Helpers shared by OpenAI's two older APIs: the chunks of a stream, usage, progress."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _PAD_TO = 32  # characters; padding extends an event's text to the next multiple
 class Format(NamedTuple):
     """Options of an answer besides its text, as the request gives them.
 
-    ``with_usage``, ``continuous_usage``: the stream ends with the usage; each event has it. ``padded``: see
-    ``ChunkWriter``. ``token_ids``: tokens by their ids, those of the prompt too. ``tokens_as_ids``: in logprobs.
-    ``timings_per_token``: each event has them. ``predicted``: a text was predicted, of which the usage tells.
-    ``with_progress``: events tell how much of the prompt is computed.
+    ``with_usage``: the stream ends with the usage. ``continuous_usage``: each event has the usage. ``padded``: see
+    ``ChunkWriter``. ``token_ids``: the answer has the token ids, including the prompt's. ``tokens_as_ids``:
+    log-probabilities name tokens by id. ``timings_per_token``: each event has the timings. ``predicted``: the request
+    predicts its text, and the usage reports how well. ``with_progress``: events report how much of the prompt is
+    computed.
     """
 
     with_usage: bool = False
@@ -38,15 +39,15 @@ class Format(NamedTuple):
 
 @cache
 def system_fingerprint() -> str:
-    """Return what computes: llama.cpp's release, or commit, and llamapipe's version.
+    """Return the versions that compute answers: llama.cpp's release or commit, and llamapipe's version.
 
-    Answers of another fingerprint may differ with the same seed.
+    Under another fingerprint, the same seed may give a different answer.
     """
     return f"{build_info().get('llama_cpp_commit', 'unknown')[:9]}-llamapipe-{llamapipe.__version__}"
 
 
 def common_fields(call_id: str, kind: str, created: int, model: str) -> dict[str, Any]:
-    """Return what an answer, or each event of it, has besides choices. ``kind``: its ``object``."""
+    """Return the fields of an answer, or of each of its events, other than choices. ``kind``: its ``object``."""
     return {
         "id": call_id,
         "object": kind,
@@ -59,7 +60,7 @@ def common_fields(call_id: str, kind: str, created: int, model: str) -> dict[str
 class ChunkWriter:
     """Writes the events of one stream of OpenAI's API.
 
-    ``common``: the fields that are the same in each event; they are encoded once. ``with_usage``: each event has a
+    ``common``: the fields that are the same in each event, which are encoded once. ``with_usage``: each event has a
     ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
     """
 
@@ -102,7 +103,7 @@ class ChunkWriter:
 
 
 def progress_fields(progress: PromptProgress) -> dict[str, int]:
-    """Return llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt was begun."""
+    """Return llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt began."""
     return {
         "total": progress.n_prompt_tokens,
         "cache": progress.n_cached_tokens,
@@ -120,10 +121,10 @@ class Computing(Protocol):
 
 
 class Progress:
-    """Tells how much of the prompts of a stream's choices is computed.
+    """Reports how much of the prompts of a stream's choices is computed.
 
-    ``choice``: the JSON of a choice without text, with ``%d`` for its index. ``running``: the streams, None before they
-    are submitted.
+    ``choice``: the JSON of a choice without text, with ``%d`` for its index. ``running``: the streams, each None until
+    it is submitted.
     """
 
     def __init__(self, writer: ChunkWriter, choice: bytes, running: Sequence[Computing | None]) -> None:
@@ -136,7 +137,7 @@ class Progress:
         return f"<Progress {self._told}>"
 
     def news(self) -> bytes:
-        """Return the events for the choices that have come further; the first has what was cached."""
+        """Return the events for the choices that have made progress; the first event has the cached tokens."""
         events = b""
         for index, stream in enumerate(self._running):
             progress = None if stream is None else stream.prompt_progress
@@ -162,7 +163,7 @@ class Progress:
 
 
 def usage(counts: Counts, predicted: bool = False) -> dict[str, Any]:
-    """Return the tokens of all prompts and choices. ``predicted``: the request predicts its text."""
+    """Return the token counts of all prompts and choices. ``predicted``: the request predicts its text."""
     details = {}
     if predicted:
         details["completion_tokens_details"] = {

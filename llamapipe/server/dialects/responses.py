@@ -29,13 +29,13 @@ _ID_PREFIXES = {
 
 
 class ResponsesEncoder:
-    """The answer to one request, complete or streamed. Its output has items, of which one is open at a time.
+    """The answer to one request, complete or streamed. Its output has items, one of which is open at a time.
 
-    The server may run tools and let the model continue: then the parts of several texts come one after another, and
-    between them the server adds items. ``answer_id``: without a prefix; ``fields``: of the response, those that the
-    request defines. ``item_of``: the item of a call that the client does not run, else None. ``is_stream``: without it
-    there are no bytes. ``tools``: how the client knows those that the model calls. ``needs_client``: the client must
-    run or approve a call. ``n_output``: tokens so far.
+    The server may run tools and let the model continue; then the parts of several texts follow each other, and the
+    server adds items between them. ``answer_id``: without a prefix. ``fields``: the fields of the response that the
+    request defines. ``item_of``: returns the item of a call that the client does not run, or None. ``is_stream``:
+    otherwise no bytes are returned. ``tools``: how the client knows the tools that the model calls. ``needs_client``:
+    the client must run or approve a call. ``n_output``: the number of tokens so far.
     """
 
     prompt_at: PromptAt = None
@@ -87,7 +87,7 @@ class ResponsesEncoder:
         return "incomplete" if self.is_cut else "completed"
 
     def response(self, n_prompt: int = 0, n_cached: int = 0) -> dict[str, Any]:
-        """Return the response as it is now. ``n_prompt``: tokens of all prompts, with the ``n_cached`` ones."""
+        """Return the response so far. ``n_prompt``: the tokens of all prompts, including the ``n_cached`` tokens."""
         status = self.status
         is_done = status != "in_progress"
         usage = {
@@ -111,7 +111,7 @@ class ResponsesEncoder:
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the response without output; nothing the second time."""
+        """Return the response without output, or nothing the second time."""
         if self._n_events:
             return b""
         return b"".join(
@@ -119,7 +119,7 @@ class ResponsesEncoder:
         )
 
     def sign_of_life(self) -> bytes:
-        """Return an event that says nothing new; nothing before the first ones."""
+        """Return an event without new information, or nothing before the first events."""
         return self._told("in_progress", response=self.response() | {"output": []}) if self._n_events else b""
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
@@ -139,18 +139,18 @@ class ResponsesEncoder:
         return events if part.finish_reason in (None, "cancelled") else events + self.close()
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return nothing: the model may write again, and what is sent last has been stored before. See ``last``."""
+        """Return nothing: the model may continue, and the last event must be stored before it is sent. See ``last``."""
         return b""
 
     def last(self, response: Mapping[str, Any]) -> bytes:
-        """Return the end of the stream, which has the whole response, and llama-server's ``timings``."""
+        """Return the end of the stream, with the whole response and llama-server's ``timings``."""
         times = {}
         if self._times.was_computed:
             times["timings"] = self._times.timings(response["usage"]["input_tokens"], self.n_output)
         return self._told(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
-        """Return text of an item with content, which is opened if it is not. ``more``: lists that grow with it."""
+        """Return events for text of an item, which is opened if need be. ``more``: lists that grow with the text."""
         events = b""
         if self._open is None or self._open["type"] != kind:
             item: Item = {"type": kind, "content": []}
@@ -197,7 +197,7 @@ class ResponsesEncoder:
 
     # ---- items
     def open(self, item: Item) -> bytes:
-        """Begin an item, and end the open one."""
+        """Close the open item, and open another one."""
         events = self.close()
         place = len(self.output)
         item |= {"id": f"{_ID_PREFIXES[item['type']]}_{self._id}_{place}", "status": "in_progress"}
@@ -210,7 +210,7 @@ class ResponsesEncoder:
         return events
 
     def fill(self, fields: Mapping[str, Any]) -> None:
-        """Add to the open item what is known of it now."""
+        """Add new fields to the open item."""
         assert self._open is not None
         self._open |= fields
 
@@ -220,7 +220,7 @@ class ResponsesEncoder:
         return self._told(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
 
     def close(self) -> bytes:
-        """End the open item, if there is one. A call that the server runs ends with ``ran``."""
+        """Close the open item, if there is one. A call that the server runs is closed by ``ran``."""
         item = self._open
         if item is None:
             return b""
@@ -248,12 +248,12 @@ class ResponsesEncoder:
         return events + self._told("output_item.done", output_index=place, item=item)
 
     def take_calls(self) -> list[tuple[int, Item]]:
-        """Return the calls that the server is to run, with their places; each once."""
+        """Return the calls that the server must run, with their places in the output. Returns each call only once."""
         calls, self._calls = self._calls, []
         return calls
 
     def ran(self, place: int, item: Item) -> bytes:
-        """Return the events of a call that has its result, or an error; neither if it was not run."""
+        """Return the events of a call that has a result or an error, or has neither because it was not run."""
         events = b""
         if item["status"] != "incomplete":
             events = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)

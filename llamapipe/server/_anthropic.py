@@ -324,7 +324,7 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
 
 
 def _block(place: str, block: Any) -> tuple[str, Mapping[str, Any], str]:
-    """Return a block's type, the block and its place."""
+    """Return a block's type, the block itself and its field."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise ApiError(400, f"{place} must be an object with a type", place)
@@ -335,7 +335,7 @@ Blocks = Sequence[tuple[str, Mapping[str, Any], str]]
 
 
 def _user(role: str, blocks: Blocks) -> list[Message]:
-    """Convert a user message. Tool results become separate messages before it, as templates expect."""
+    """Convert a user message. Its tool results become separate messages before it, as templates expect."""
     results: list[Message] = []
     parts: list[dict[str, Any]] = []
     for kind, block, place in blocks:

@@ -1,4 +1,4 @@
-"""A SQLite file of the server, which all of its processes share: one thread writes, others read.
+"""A SQLite file that all processes of a server share: in each process, one thread writes and others read.
 
 Open it to change how a file is opened, checked, written and read. ``_store.py`` and ``_files.py`` define the contents.
 
@@ -299,7 +299,7 @@ class _Job(NamedTuple):
 
 
 def _passed_s() -> float:
-    """Read a clock that nobody can set, and that goes on counting while the machine sleeps."""
+    """Read a clock that nobody can set, and that also counts while the machine sleeps."""
     if not hasattr(time, "clock_gettime"):
         return time.monotonic()
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,4 +1,4 @@
-"""Embeddings in OpenAI's format, ``/v1/rerank`` in the format of Jina, Cohere and vLLM, ``/score`` in vLLM's."""
+"""Embeddings in OpenAI's format, ``/v1/rerank`` in Jina's, Cohere's and vLLM's, and ``/score`` in vLLM's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/rerank``. ``truncate``: cut documents that are too long with the query.
+    """``POST /v1/rerank``. ``truncate``: cut documents that are too long together with the query.
 
     ``texts``: Text Embeddings Inference's name for ``documents``. If it is used, the answer is in that server's format.
     """
@@ -114,7 +114,7 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
 
 
 async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) -> Response:
-    """``POST /embedding``: answer with a list of vectors, each inside another list, as llama-server does."""
+    """``POST /embedding``: returns a list of vectors, each inside another list, as llama-server does."""
     embedder, _ = exchange.server.check_embedder(request.model)
     name = "input" if request.content is None else "content"
     texts = request.input if request.content is None else request.content

@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a request of a batch: a line of its output, or of its errors."""
+    """The result of a batch's request: a line of the batch's output or errors."""
 
     number: int
     is_error: bool

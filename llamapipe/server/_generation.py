@@ -237,7 +237,7 @@ async def tokenize_chat(
 
 
 def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the conversation after the operator's system prompt, if there is one and the request has none."""
+    """Return the conversation, with the operator's system prompt first unless the request has one."""
     text = state.settings.system
     if not text or not messages or any(message.get("role") in _SYSTEM_ROLES for message in messages):
         return messages

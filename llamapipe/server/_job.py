@@ -43,7 +43,7 @@ class Job(Protocol[Part_co]):
         """Return one stream for each choice. The first item, None, means that the request is checked and queued."""
 
     async def prompt_tokens(self) -> list[int]:
-        """Return the tokens of the prompt, without those of images."""
+        """Return the prompt's text tokens, without images."""
 
 
 class TextJob:

@@ -249,7 +249,7 @@ async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
 
 
 def _reference(item: Mapping[str, Any]) -> str | None:
-    """Return the id of a reference, whose type the API lets clients leave out."""
+    """Return the id of a reference, which may leave out its type."""
     item_id = item.get("id")
     is_one = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
     return item_id if is_one and isinstance(item_id, str) else None

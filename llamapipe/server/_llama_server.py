@@ -331,7 +331,7 @@ class _Job(TextJob):
 
 # ---- the server
 async def props(exchange: Exchange) -> Response:
-    """``GET /props``: the model's template and tokens, and the defaults of requests, for llama-server's clients."""
+    """``GET /props``: the model's template and tokens, and the defaults for requests, for llama-server's clients."""
     state = exchange.server
     engine, model = state.engine, state.engine.model
     defaults = generation_settings(SamplingParams(max_tokens=None))

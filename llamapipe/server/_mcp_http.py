@@ -24,7 +24,7 @@ _CONNECT_S = 10.0
 def over_http(
     url: str, headers: Mapping[str, str], hosts: Sequence[str] | None = None
 ) -> AbstractAsyncContextManager[TransportStreams]:
-    """Open a transport to the server at an address. The package follows redirects within its host only.
+    """Open a transport to the server at an address. The package follows redirects only within the same host.
 
     ``hosts``: the hosts that clients may name, if a client named this address; None if the operator did.
     """

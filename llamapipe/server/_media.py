@@ -169,7 +169,7 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """Fetch the file at an address. Blocks until it is there.
+    """Fetch the file at an address. Blocks until it has arrived.
 
     ``allowed``: the allowed hosts, with a port unless it is the scheme's default. Raises Refused.
     """

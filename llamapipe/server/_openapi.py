@@ -1,4 +1,4 @@
-"""The server's OpenAPI document, from its table of routes: the fields of their bodies, and the statuses of answers."""
+"""Builds the server's OpenAPI document from its table of routes."""
 
 from __future__ import annotations
 

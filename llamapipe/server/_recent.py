@@ -1,4 +1,4 @@
-"""Answers ``GET /requests``: where the time of the last requests went, without their texts."""
+"""Keeps the times of the last requests, without their texts, for ``GET /requests``."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ class Recent:
         self._kept.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return what is kept, the newest first."""
+        """Return the kept requests, the newest first."""
         return list(reversed(self._kept))

@@ -509,7 +509,7 @@ class _Answer:
         return _job(self._exchange, self._request, tools, messages, encoder.n_output, spent_s)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the output's items, as they arise."""
+        """Yield the events of the output's items as they arise."""
         encoder, most = self._encoder, self._request.max_output_tokens
         try:
             if self._job is None:
@@ -539,7 +539,7 @@ class _Answer:
             self._exchange.count(self._n_input, encoder.n_output)
 
     async def _computed(self) -> AsyncGenerator[bytes, None]:
-        """Yield what the model writes until it ends, or calls tools."""
+        """Yield what the model writes until it ends or calls tools."""
         job = self._job
         assert job is not None
         if self._mcp.wanted:

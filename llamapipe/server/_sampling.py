@@ -1,4 +1,4 @@
-"""The options of a request: those of the table, and their names in the APIs of OpenAI, vLLM, SGLang and llama-server.
+"""The sampling options of a request, with their names in the APIs of OpenAI, vLLM, SGLang and llama-server.
 
 Open this file to change what a request's body may say about sampling. The fields of llamapipe's options are generated
 from ``_sampling_table``. A format that the answer must match has several names, and a request may give only one. Errors

@@ -405,7 +405,7 @@ class Store(Database):
         return int(time.time()) - self._most_s
 
     def _tidy(self, at_start: bool = False) -> None:
-        """Delete threads that are too old, and the least recently used ones while there are too many bytes.
+        """Delete threads that are too old, and while the file is too large, the least recently used ones.
 
         Raises StoreError if the thread that was written last would have to be deleted. With ``at_start`` it is deleted,
         because the limit may be lower than before.

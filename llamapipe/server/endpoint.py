@@ -86,7 +86,7 @@ class Exchange(ClientRequest):
 
     # ---- the request
     async def body(self) -> bytes:
-        """Read the whole body; a second call returns nothing.
+        """Read and return the whole body. A second call returns no bytes.
 
         Raises ApiError 413 over the limit, 408 if it does not arrive in time, 503 if all bodies together are too large,
         ClientDisconnect.
@@ -303,7 +303,7 @@ class Exchange(ClientRequest):
         self._last_token_at[stream] = now
 
     def next_prompt(self) -> None:
-        """Begin another prompt for the streams that follow; the time between prompts is no interval between tokens."""
+        """Begin another prompt for the streams that follow; the time between prompts is no token interval."""
         self.times.next_prompt()
         self._last_token_at.clear()
 
@@ -320,7 +320,7 @@ class Exchange(ClientRequest):
         return response
 
     def error_response(self, error: ApiError, more: Mapping[str, str] | None = None) -> Response:
-        """Return the answer for an error. ``more``: further headers."""
+        """Return the response for an error. ``more``: further headers."""
         headers = dict(more or {})
         if not self.has_body:  # the rest of it may still come; it is no request
             headers["connection"] = "close"
@@ -664,7 +664,7 @@ def post(
 
 
 def _nothing() -> None:
-    """Refuse nobody."""
+    """Do nothing: there is no request to end."""
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:
@@ -705,7 +705,7 @@ _WEIGHTS[ord(",")] = 1
 
 
 def problem_of(body: bytes) -> str | None:
-    """Return what is wrong with JSON of more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
+    """Return the problem of JSON with more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
 
     Decoding more would hold up the other requests. The result may be wrong for text that is not JSON.
     """

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the exception that handlers raise, and the answers for llamapipe's own exceptions.
+"""Errors as HTTP answers: the exception that handlers raise, and the answers to llamapipe's other exceptions.
 
 The APIs have different error formats, and ``ApiError.body`` writes all of them. llama-server's format is OpenAI's with
 one more type.

@@ -135,11 +135,11 @@ class LocalServers:
             self._thread.begin(connection.warm())
 
     async def tools(self, label: str) -> Sequence[Tool]:
-        """As ``McpServers.tools``."""
+        """See ``McpServers.tools``."""
         return await self._thread.run(self._connections[label].tools())
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """As ``McpServers.call``."""
+        """See ``McpServers.call``."""
         return await self._thread.run(self._connections[label].call(tool, arguments))
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -155,10 +155,10 @@ class McpServer(Protocol):
     """One server, for the requests of a client."""
 
     async def tools(self) -> Sequence[Tool]:
-        """As ``McpServers.tools``."""
+        """See ``McpServers.tools``."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """As ``McpServers.call``."""
+        """See ``McpServers.call``."""
 
     def end(self) -> None:
         """Note that the client no longer needs the server. Does not wait."""
@@ -175,11 +175,11 @@ class ListedServer:
         return f"<ListedServer {self._label}>"
 
     async def tools(self) -> Sequence[Tool]:
-        """As ``McpServers.tools``."""
+        """See ``McpServers.tools``."""
         return await self._servers.tools(self._label)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """As ``McpServers.call``."""
+        """See ``McpServers.call``."""
         return await self._servers.call(self._label, tool, arguments)
 
     def end(self) -> None:
@@ -223,17 +223,17 @@ class RemoteServer:
         return f"<RemoteServer {self.connection!r}>"
 
     async def tools(self) -> Sequence[Tool]:
-        """As ``McpServers.tools``."""
+        """See ``McpServers.tools``."""
         self._used.add(self)
         return await self._thread.run(self.connection.tools())
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """As ``McpServers.call``."""
+        """See ``McpServers.call``."""
         self._used.add(self)
         return await self._thread.run(self.connection.call(tool, arguments))
 
     def end(self) -> None:
-        """As ``McpServer.end``."""
+        """See ``McpServer.end``."""
         if self in self._used:
             self._used.discard(self)
             with suppress(McpError):  # all of them have ended

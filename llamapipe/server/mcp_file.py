@@ -1,4 +1,4 @@
-"""The MCP servers of ``serve --mcp FILE``: the JSON that MCP clients read, checked.
+"""Reads and checks the file of ``serve --mcp FILE``, which has the JSON form that MCP clients read.
 
 Open it to change what such a file may hold. It has the same form as for other clients, so that they can share a file::
 

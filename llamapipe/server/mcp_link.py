@@ -58,13 +58,13 @@ class LinkedServers:
         return f"<LinkedServers {len(self.labels)}>"
 
     async def tools(self, label: str) -> Sequence[Tool]:
-        """As ``McpServers.tools``."""
+        """See ``McpServers.tools``."""
         answer = await self._asked(_Question(label))
         assert answer.tools is not None
         return answer.tools
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """As ``McpServers.call``."""
+        """See ``McpServers.call``."""
         answer = await self._asked(_Question(label, tool, dict(arguments)))
         assert answer.result is not None
         return answer.result

@@ -389,7 +389,7 @@ def kept_s(keep_alive: object) -> float | None:
 
 # ---- names
 def is_named(name: str, known: str) -> bool:
-    """Return whether a client means this name: ``:latest`` may be left out."""
+    """Return whether two names are the same; ``:latest`` may be left out."""
     return name == known or name.removesuffix(_LATEST) == known.removesuffix(_LATEST)
 
 

@@ -138,7 +138,7 @@ _SUCCESS = {"status": "success"}
 
 
 class _UnwantedError(Exception):
-    """Nobody waits for the download any longer."""
+    """Nobody is waiting for the download any more."""
 
 
 class _Pull:

@@ -84,7 +84,7 @@ class ServerSettings:
     - ``media_path``: a folder; ``file://`` addresses of images may name files below it. None: no files are read.
     - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A host name that resolves to a
       private address is refused; such an address must itself be listed. Empty: nothing is fetched.
-    - ``fim_order``: what a prompt for filling in begins with: the prefix (``"psm"``) or the suffix (``"spm"``).
+    - ``fim_order``: whether a prompt for filling in begins with the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``sampling``: defaults for options of ``SamplingParams`` that a request leaves out: sampler options, by name, and
       ``reasoning_budget_message``.
     - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it

@@ -1,6 +1,6 @@
 """The state that all requests of a server share: its engine, its embedder, the names of its models.
 
-It knows no route.
+This module knows no routes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ServerState(Gate):
                 servers.close()
 
     def mcp_labels(self) -> Sequence[str]:
-        """As ``Gate.mcp_labels``."""
+        """See ``Gate.mcp_labels``."""
         return () if self.mcp is None else tuple(self.mcp.labels)
 
     def stop_tools(self) -> None:
@@ -140,7 +140,7 @@ class ServerState(Gate):
             return await self._offload(function, *arguments, size=size)
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """As ``Gate.convert``, in the queue of all conversions."""
+        """See ``Gate.convert``, in the queue of all conversions."""
         return await self.in_thread(function, *arguments, size=size)
 
     @property
@@ -152,7 +152,7 @@ class ServerState(Gate):
 
     @property
     def n_slots(self) -> int | None:
-        """As ``Gate.n_slots``."""
+        """See ``Gate.n_slots``."""
         return None if self._engine is None else self._engine.n_seq_max
 
     @property

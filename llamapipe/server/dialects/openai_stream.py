@@ -18,7 +18,7 @@ _PAD_TO = 32  # characters; padding extends an event's text to the next multiple
 
 
 class Format(NamedTuple):
-    """Options of an answer besides its text, as the request gives them.
+    """What a request wants in the answer in addition to text.
 
     ``with_usage``: the stream ends with the usage. ``continuous_usage``: each event has the usage. ``padded``: see
     ``ChunkWriter``. ``token_ids``: the answer has the token ids, including the prompt's. ``tokens_as_ids``:

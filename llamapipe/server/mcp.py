@@ -187,7 +187,7 @@ class ListedServer:
 
 
 class RemoteServers:
-    """Servers at addresses that clients name, each for one request, because its headers are the client's secret.
+    """Servers at addresses that clients name, each for one request, because clients may send them secrets.
 
     ``hosts``: the hosts that clients may name. Any loop may call, and any thread may call ``close``.
     """

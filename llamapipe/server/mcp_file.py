@@ -1,6 +1,6 @@
 """Reads and checks the file of ``serve --mcp FILE``, which has the JSON form that MCP clients read.
 
-Open it to change what such a file may hold. It has the same form as for other clients, so that they can share a file::
+Open it to change what such a file may hold. Other clients use the same form, so that one file can serve all::
 
     {"mcpServers": {
         "time": {"command": "mcp-server-time", "args": ["--local-timezone", "UTC"]},

@@ -1,7 +1,7 @@
-"""The chat templates of a model, and the prompts they write for it.
+"""A model's chat templates, and the prompts rendered with them.
 
-A file may hold several templates: one without a name, and named ones such as ``tool_use``, which is used instead of the
-first where tools are given.
+A file may hold several templates: one without a name, and named ones. If a request has tools, the template ``tool_use``
+replaces the unnamed one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChatPrompts:
         return f"<ChatPrompts of {self._model!r}>"
 
     def text(self, name: str | None = None) -> str | None:
-        """Return the source of the template without a name, or of a named one; None if there is none."""
+        """Return the source of the unnamed template or of a named one; None if the file does not have it."""
         if name is None:
             return self._model.chat_template
         return self._model.metadata.get(f"tokenizer.chat_template.{name}")
@@ -91,7 +91,7 @@ class ChatPrompts:
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
     ) -> str:
-        """Render a conversation; see ``Model.render_chat``. ``tools``: in OpenAI's form."""
+        """Render a conversation; see ``Model.render_chat``. ``tools``: in OpenAI's format."""
         template = self._for(tools)
         text = template.render(
             messages,
@@ -112,7 +112,7 @@ class ChatPrompts:
         given_args: Mapping[str, Any] | None = None,
         **template_args: Any,
     ) -> str:
-        """Render to probe the template, without warnings. ``template_args`` replace those of the caller."""
+        """Render to probe the template, without warnings. ``template_args`` replace the caller's."""
         return self._for(tools).render(
             messages,
             tools=tools,
@@ -122,7 +122,7 @@ class ChatPrompts:
         )
 
     def _call_writer(self, messages: object, template_args: Mapping[str, Any]) -> WriteCalls | None:
-        """Return what writes tool calls where the template leaves them out; None if it writes them, or has none."""
+        """Return a function that writes the tool calls a template leaves out; None if none is needed."""
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             return None
         if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
@@ -133,8 +133,8 @@ class ChatPrompts:
     def chat_format(self, template_args: Mapping[str, Any] | None = None) -> ChatFormat:
         """Find how the template writes tool calls and reasoning with these arguments. Raises as ``template`` does.
 
-        Found once for each set of arguments that the template reads; the sets that were used last are remembered. No
-        lock is held while the template is probed with a client's arguments, so no other client waits for it.
+        The result is cached for the most recently used sets of arguments that the template reads. No lock is held while
+        the template is probed with a client's arguments, so other clients do not wait.
         """
         from llamapipe.chat.chat_format import ChatFormat
 
@@ -169,7 +169,7 @@ class ChatPrompts:
         return arguments
 
     def _special_id(self, text: str) -> int | None:
-        """Return the id of a text that is one control or user-defined token."""
+        """Return the token id of a text that is a single control or user-defined token."""
         vocab = self._model.vocab
         tokens = vocab.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) == 1 and vocab.tokenize(text, add_special=False) != tokens:
@@ -178,7 +178,7 @@ class ChatPrompts:
 
     @staticmethod
     def definitions(tools: Iterable[ToolDefinition] | None) -> list[dict[str, Any]] | None:
-        """Return the tools of a caller in OpenAI's form. Raises as ``check_tools`` does."""
+        """Return a caller's tools in OpenAI's format. Raises as ``check_tools`` does."""
         if tools is None:
             return None
         from llamapipe.chat.tools import check_tools
@@ -192,7 +192,7 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
     ) -> None:
-        """Log a warning, once for a template, about what it leaves out of the messages."""
+        """Log a warning, once per template, about parts of the messages that it leaves out."""
         writer = self._call_writer(messages, template_args)
         for what in template.newly_dropped(messages, tools, template_args, writer):
             logging.getLogger("llamapipe").warning(
@@ -214,9 +214,9 @@ class ChatPrompts:
     ) -> list[int]:
         """Tokenize a conversation; see ``Model.tokenize_chat``. ``continue_last``: as ``ChatTemplate.render`` takes it.
 
-        ``media_mark``: see ``chat/media.py``; where the ``i``-th is written, the token is ``-1 - i``.
+        ``media_mark``: see ``chat/media.py``; the ``i``-th mark becomes the token ``-1 - i``.
 
-        ``n_ctx``: raises InvalidRequestError for a text of so many tokens, if its length alone shows that.
+        ``n_ctx``: a text whose length alone shows that it has at least this many tokens raises InvalidRequestError.
         """
         vocab, controls = self._model.vocab, self.controls
         try:
@@ -241,7 +241,7 @@ class ChatPrompts:
         return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
 
     def warn_of_control_text(self, text: str) -> None:
-        """Log a warning, once for a model: a plain prompt contains ``text``, that of a control token."""
+        """Warn, once per model, that a plain prompt contains ``text``, the name of a control token."""
         if not self._has_warned:
             self._has_warned = True
             logging.getLogger("llamapipe").warning(

@@ -64,15 +64,15 @@ def load(module: Any, path: Path, params: Any, progress: Progress | None, packin
 
 
 def is_loading() -> bool:
-    """Return whether this thread is in a load, so that a function for its progress is running."""
+    """Return whether this thread is loading a model, that is, running its progress callback."""
     return getattr(_current, "load", None) is not None
 
 
 @contextmanager
 def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Raise ModelLoadError at the end if a mapped file was truncated meanwhile, instead of ending the process.
+    """Raise ModelLoadError at the end if a mapped file was truncated in the block; without it, the process would end.
 
-    Guards this thread; for ``files`` also threads that llama.cpp starts to convert weights.
+    It guards this thread and, for ``files``, also the threads that llama.cpp starts to convert weights.
     """
     texts = [module.ffi.new("char[]", os.fsencode(os.path.realpath(file))) for file in files]
     if module.lib.lp_mapping_guard_begin(texts, len(texts)) < 0:

@@ -1,7 +1,7 @@
-"""Changes that a caller makes to a model while it is loaded: values of its metadata, and where tensors lie.
+"""Changes that a caller makes to a model while it loads: metadata values and the placement of tensors.
 
-Both are applied before anything is checked or loaded: the checks of ``gguf`` see the file as it is changed, and
-llama.cpp gets exact names of tensors, so that patterns mean what ``re`` says.
+Both are applied before anything is checked or loaded. The checks in ``gguf`` see the changed file. llama.cpp gets exact
+tensor names, so patterns mean what ``re`` says.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYER: Final = re.compile(r"(blk\.)(\d+)(\..*)")
 
 # ---- metadata
 def checked_kv(overrides: Mapping[str, Value] | None) -> dict[str, Value]:
-    """Return ``kv_overrides`` as llama.cpp can take them. Raises TypeError, ValueError."""
+    """Return ``kv_overrides`` in a form that llama.cpp can take. Raises TypeError, ValueError."""
     if overrides is None:
         return {}
     if not isinstance(overrides, Mapping):
@@ -68,7 +68,7 @@ def _check_bytes(name: str, text: str) -> None:
 
 
 def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
-    """Return what llama.cpp gets; it lives as long as the result."""
+    """Return the array of overrides for llama.cpp; keep the result as long as the array is used."""
     slots = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)
     for slot, (key, value) in zip(slots, overrides.items(), strict=False):
         slot.key = key.encode()
@@ -84,7 +84,7 @@ def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
 
 
 def shown_kv(value: Value) -> str:
-    """Return a value as llama.cpp writes the file's."""
+    """Return a value in the notation that llama.cpp uses for metadata."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -95,7 +95,7 @@ def placed_tensors(
     n_cpu_moe: int | None,
     wanted: Sequence[str | Device] | None,
 ) -> dict[str, Device]:
-    """Return, by name, the devices of the tensors that do not lie where llama.cpp would place them.
+    """Return the devices, by tensor name, of the tensors placed elsewhere than llama.cpp would place them.
 
     ``wanted``: the option ``devices``, checked. Raises TypeError, ValueError, BackendError.
     """
@@ -156,7 +156,7 @@ def n_cpu_expert_layers(info: GgufInfo, placed: Mapping[str, Device]) -> int:
 
 
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
-    """Return the devices of which llama.cpp has backends for the model, by name."""
+    """Return, by name, the devices for which llama.cpp has backends for the model."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}
     return {
         device.name: device
@@ -166,9 +166,9 @@ def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
 
 
 def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[Any, list[Any]]:
-    """Return what llama.cpp gets, and the texts that must live as long.
+    """Return the array of patterns for llama.cpp, and the strings that must live as long.
 
-    llama.cpp compiles every pattern for every tensor, so that one stands for the same tensor of many layers.
+    llama.cpp compiles every pattern for every tensor, so one pattern covers the same tensor in many layers.
     """
     handles = {device.name: handle for device, handle in device_handles()}
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -187,12 +187,12 @@ def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[
 
 
 def _escaped(text: str) -> str:
-    """Return text of an ECMAScript pattern that stands for itself."""
+    """Return a text escaped for an ECMAScript pattern."""
     return re.sub(r"[^\w]", lambda match: "\\" + match[0] if match[0].isascii() else match[0], text)
 
 
 def log_placement(info: GgufInfo, placed: Mapping[str, Device]) -> None:
-    """Log how many tensors lie where."""
+    """Log how many tensors were placed on each device."""
     n = Counter(device.name for device in placed.values())
     for device, n_tensors in n.items():
         logging.getLogger("llamapipe").info("%s: %d tensors on %s", info.path.name, n_tensors, device)

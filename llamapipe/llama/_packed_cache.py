@@ -1,13 +1,13 @@
 """Packed weights on disk, so that a later load maps them instead of packing, and processes share their pages.
 
-A model has one file in the cache: a header, then the weights as they are in memory. The header says which model files
-they were packed from (fingerprint, size, time of the last change), and has the number that native code gave for the
-tensors and their form. The file of other kernels or tensors has a different number, so it is not mapped.
+A model has one file in the cache: a header, then the weights as they are in memory. The header identifies the model
+files they were packed from (fingerprint, size, modification time), and has the number that native code computed for the
+tensors and their layout. A file for other kernels or tensors has a different number, so it is not mapped.
 
 The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
-the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it.
-A checksum of the header and of samples of the weights reveals a file that was copied only in part. Otherwise it is
-trusted as a model's file is, so it must belong to this user or root, and nobody else may write to it.
+the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it. A
+checksum of the header and of samples of the weights reveals a file that was copied only in part. Otherwise it is
+trusted like a model file, so it must belong to this user or root, and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _log = logging.getLogger("llamapipe")
 
 
 class PackedFile:
-    """A model's file in the cache, open for one load: to be mapped, to be written, or neither. Use ``with``.
+    """A model's file in the cache, opened by one load to map it, to write it, or neither. Use ``with``.
 
     ``may_wait``: wait for another load of the same model that is writing the file. Any thread.
     """
@@ -87,11 +87,11 @@ class PackedFile:
 
     @property
     def is_found(self) -> bool:
-        """Whether there are weights to be mapped: ``n_bytes`` of ``layout``, in ``fd`` from ``offset`` on."""
+        """Whether there are weights to map: ``n_bytes`` of ``layout``, in ``fd`` from ``offset`` on."""
         return self.n_bytes > 0
 
     def write(self, native: Any, packing: Any) -> None:
-        """Write what a load has packed, and map it in place of the memory. Logs a warning if that fails."""
+        """Write the weights that a load has packed, and map the file in their place. Logs a warning if that fails."""
         try:
             if self.is_found:  # other tensors than expected, or in another form
                 self._close()
@@ -159,7 +159,7 @@ class PackedFile:
 
     # ---- a file to be written
     def _lock(self) -> None:
-        """Open the partial file for this load alone, unless another load is writing it."""
+        """Open and lock the partial file, unless another load is writing it."""
         partial = self.path.with_name(self.path.name + ".partial")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Who may read the model may read this.
@@ -230,7 +230,7 @@ class PackedFile:
         self.n_bytes = self.layout = 0
 
     def _tell(self, what: str) -> None:
-        """Log one warning a load."""
+        """Log at most one warning per load."""
         if not self._is_told:
             self._is_told = True
             name = self.path if hasattr(self, "path") else self._folder
@@ -238,7 +238,7 @@ class PackedFile:
 
 
 def _distrust(status: os.stat_result, *others: int) -> str | None:
-    """Return why others could have written a file; None if only this user and ``others`` could."""
+    """Return why other users could have written a file; None if only this user and ``others`` could."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if not files.is_ours(status, *others):
@@ -257,7 +257,7 @@ def _checksum(header: bytes, sample: Callable[[int], bytes | memoryview], n_byte
 
 
 def _open_locked(path: Path, mode: int) -> int | None:
-    """Make or open a file and lock it; None if another load holds the lock, or the file has lost its name."""
+    """Create or open a file and lock it; None if another load holds the lock, or the file was renamed or deleted."""
     fd = files.open_file(path, os.O_RDWR | os.O_CREAT, mode)
     try:
         files.lock(fd, wait=False)

@@ -1,9 +1,9 @@
-"""LoRAs and control vectors of a model, and the sets of them that contexts compute with.
+"""A model's LoRAs and control vectors, and the sets of them that contexts compute with.
 
-An adapter belongs to its model. llama.cpp computes each step with one set of adapters and scales. Whoever may still
-compute with an adapter refers to its ``Weights``, so these are freed when the last of them has let go: an adapter can
-be closed at any time. The ``Directions`` of a control vector are an array; those of a set are added up, because a
-context has one.
+An adapter belongs to its model. llama.cpp computes each step with one set of adapters and scales. An adapter can be
+closed at any time: everything that may still compute with it holds a reference to its ``Weights``, which are freed with
+the last reference. The ``Directions`` of a control vector are an array. A context has only one such array, so a set's
+control vectors are added up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_NAME = 256
 
 
 class Weights(NotCopyable):
-    """The native adapter. Freed when nothing refers to it any more, or with its model."""
+    """The native adapter. It is freed with its last reference or with its model."""
 
     def __init__(self, module: Any, handle: Any, info: AdapterInfo) -> None:
         self._lib = module.lib
@@ -48,7 +48,7 @@ class Weights(NotCopyable):
         self.matrices = info.matrices
 
     def forget(self) -> None:
-        """Forget the weights: the model is freed, and the adapter with it."""
+        """Forget the weights, because the model, and the adapter with it, is being freed."""
         self.handle = None
 
     def __del__(self) -> None:
@@ -69,7 +69,7 @@ class Directions(NotCopyable):
         self.is_forgotten = False
 
     def forget(self) -> None:
-        """Forget the directions: the model is closed."""
+        """Forget the directions, because the model is being closed."""
         self.is_forgotten = True
 
 
@@ -99,7 +99,7 @@ class Named(Owner):
 
 
 def part_of(named: Named) -> Part:
-    """Return what computes for an adapter. Raises InvalidRequestError if that is closed."""
+    """Return an adapter's weights or directions. Raises InvalidRequestError if the adapter is closed."""
     part = named._part
     gone = part is None or (part.handle is None if isinstance(part, Weights) else part.is_forgotten)
     if part is None or gone:
@@ -110,13 +110,13 @@ def part_of(named: Named) -> Part:
 class Adapter(Named):
     """A LoRA of a model; ``Model.load_adapter`` makes it.
 
-    ``name``: what requests call it. ``path``: its file. ``rank``: the largest rank of its pairs of matrices,
-    ``n_pairs`` their number. ``alpha``: the products are scaled by ``alpha / rank``; 0: they are not.
-    ``size_bytes``: of the file. ``invocation_tokens``: those of an activated LoRA, which computes from their last
-    occurrence in a prompt on; empty for others.
+    ``name``: the name that requests use. ``path``: its file. ``rank``: the largest rank of its pairs of matrices,
+    ``n_pairs`` their number. ``alpha``: the products are scaled by ``alpha / rank``; 0: they are not scaled.
+    ``size_bytes``: the file's size. ``invocation_tokens``: an activated LoRA applies from the last occurrence of these
+    tokens in a prompt on; empty for other LoRAs.
 
-    Any thread. ``close`` takes its name from the model at once; the memory is freed when the requests that use it have
-    ended. It is closed with its model.
+    Any thread. ``close`` removes the adapter's name from the model at once; the memory is freed when the requests that
+    use it have ended. The adapter is closed with its model.
     """
 
     def __init__(self, model: Model, info: AdapterInfo, name: str, weights: Weights) -> None:
@@ -134,10 +134,11 @@ class Adapter(Named):
 class ControlVector(Named):
     """A control vector of a model; ``Model.load_control_vector`` makes it.
 
-    It adds a direction to what layers pass on. ``name``: what requests call it (``SamplingParams.adapter``). ``path``:
-    its file. ``layers``: the first and the last layer with a direction, from 1 on. ``size_bytes``: of the file.
+    It adds a direction to the outputs of layers. ``name``: the name that requests use (``SamplingParams.adapter``).
+    ``path``: its file. ``layers``: the first and the last layer with a direction, counted from 1. ``size_bytes``: the
+    file's size.
 
-    Any thread. ``close`` takes its name from the model at once. It is closed with its model.
+    Any thread. ``close`` removes its name from the model at once. It is closed with its model.
     """
 
     def __init__(self, model: Model, info: ControlInfo, name: str, directions: Directions) -> None:
@@ -153,22 +154,22 @@ AnyAdapter = Adapter | ControlVector
 
 
 class AdapterKey(NamedTuple):
-    """Identifies a set of adapters: the digests of their files, in order, and their scales."""
+    """The identity of a set of adapters: the digests of their files, in order, and their scales."""
 
     entries: tuple[tuple[bytes, float], ...]
 
     @property
     def digest(self) -> bytes:
-        """16 bytes for it."""
+        """A digest of 16 bytes."""
         return blake2b(repr(self.entries).encode(), digest_size=16).digest()
 
 
 class AdapterSet:
-    """Adapters with their scales, as a request asks for them; equal if files and scales are. Immutable.
+    """The adapters and scales that a request asks for. Sets with equal files and scales are equal. Immutable.
 
-    ``invocation``: the tokens from which on all of them compute; before, those of ``before`` do. Empty: all always do.
-    ``widest``: see ``carries``; None: rows cannot have the set for their own. Hashes are the same in every process:
-    files of cached sequences have numbers that are made of them.
+    ``invocation``: all of the set's adapters apply from these tokens on, and only those in ``before`` apply earlier;
+    empty: all always apply. ``widest``: see ``carries``; None: the set cannot be assigned to single rows. Hashes are
+    the same in every process, because the numbers of files with cached sequences are made from them.
     """
 
     __slots__ = ("_hash", "before", "entries", "invocation", "key", "widest")
@@ -193,10 +194,10 @@ class AdapterSet:
 
 
 def carries(carrier: Hashable, adapters: Hashable) -> bool:
-    """Return whether steps with this carrier can have rows with these adapters.
+    """Return whether a step with this carrier can contain rows with these adapters.
 
-    Both are LoRAs, one of which, the ``widest``, changes all matrices that the others of its set change; and that of
-    the carrier changes all that the other one changes. Or the latter is None.
+    The carrier must have a ``widest`` LoRA, which changes all matrices that the set's others change. ``adapters`` must
+    be None, or have a ``widest`` LoRA whose matrices the carrier's changes, too.
     """
     mine = carrier.widest if isinstance(carrier, AdapterSet) else None
     if mine is None or adapters is None or adapters is carrier:
@@ -206,7 +207,7 @@ def carries(carrier: Hashable, adapters: Hashable) -> bool:
 
 
 def _widest(parts: Sequence[Part]) -> Weights | None:
-    """Return the LoRA, of several, that changes all matrices that the others change, if rows can have them."""
+    """Return the LoRA that changes all matrices that the others change; None if there is none."""
     loras = [part for part in parts if isinstance(part, Weights) and part.matrices]
     if len(loras) < len(parts):
         return None
@@ -215,7 +216,7 @@ def _widest(parts: Sequence[Part]) -> Weights | None:
 
 
 class SetArguments:
-    """A set as native code takes it; memory that must live as long as the call."""
+    """A set's arguments for a native call; their memory must live as long as the call."""
 
     def __init__(self, module: Any, adapters: AdapterSet | None, carries: bool = False) -> None:
         ffi = module.ffi
@@ -262,7 +263,7 @@ class ModelAdapters:
         return model
 
     def loaded(self) -> list[AnyAdapter]:
-        """Return those that are not closed, in the order of their loads."""
+        """Return the adapters that are not closed, in the order in which they were loaded."""
         return list(self._by_name.values())
 
     def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
@@ -314,7 +315,7 @@ class ModelAdapters:
         return vector
 
     def _checked(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
-        """Return the path, and the model's handle. Raises as a load does."""
+        """Return the checked path and the model's handle. Raises as a load does."""
         if name is not None:
             check_adapter_name(name)
         file = local_file(path)
@@ -341,12 +342,12 @@ class ModelAdapters:
         self._parts.append(weakref.ref(part))
 
     def remove(self, adapter: Named) -> None:
-        """Take an adapter's name away."""
+        """Remove an adapter, which frees its name."""
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
 
     def close(self) -> None:
-        """Forget the adapters: the model is about to be freed, and they with it."""
+        """Forget the adapters, because the model, and they with it, will be freed."""
         self._by_name.clear()
         for known in self._parts:
             part = known()
@@ -354,7 +355,7 @@ class ModelAdapters:
                 part.forget()
 
     def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
-        """Return the adapters of ``Engine(adapters=…)``, given or named. Raises TypeError, InvalidRequestError."""
+        """Return the adapters that ``Engine(adapters=…)`` has or names. Raises TypeError, InvalidRequestError."""
         if isinstance(adapters, (str, Named)):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
         result = []
@@ -400,14 +401,14 @@ class ModelAdapters:
 
 
 def float_of(scale: float) -> float:
-    """Return a scale as the C API takes it, so that equal ones are equal."""
+    """Return a scale rounded to the C API's precision, so that equal scales compare equal."""
     import struct
 
     return float(struct.unpack("<f", struct.pack("<f", scale))[0])
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return a file, downloaded from the Hugging Face Hub if it is named ``hf:…``. Raises as ``hub.model_file``."""
+    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file``."""
     if not isinstance(path, str) or not path.startswith("hf:"):
         return path_of(path)
     from llamapipe.hub import model_file, parse
@@ -459,7 +460,7 @@ def set_adapters(
 ) -> None:
     """Call a native entry that changes what ``owner`` computes with. Raises BackendError.
 
-    ``carries``: the set is a carrier; ``assign_adapters`` says which adapters a sequence's rows have.
+    ``carries``: the set is a carrier, and ``assign_adapters`` chooses the adapters of each sequence's rows.
     """
     arguments = SetArguments(module, adapters, carries)
     if entry(owner, arguments.native) < 0:

@@ -1,6 +1,6 @@
 """The input of one decode: tokens with their positions, sequences and output flags.
 
-A batch checks its arrays once and never changes, so native code reads the values that were checked.
+A batch checks its arrays once and never changes, so native code reads exactly the values that were checked.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ _POLL = 2
 
 
 def state_version() -> int:
-    """Return llama.cpp's version of a sequence's state; it reads those of other versions without a check."""
+    """Return the version of llama.cpp's sequence states. llama.cpp does not check it when it reads a state."""
     version: int = native().lib.LLAMA_STATE_SEQ_VERSION
     return version
 
 
 def _check_moe_cache(model: Model) -> None:
-    """Refuse what has nothing to cache: llama.cpp goes on without a cache then. Raises InvalidRequestError."""
+    """Raise InvalidRequestError if there is nothing to cache; llama.cpp would ignore the option."""
     if all(device.type == "cpu" for device in model.devices):
         raise InvalidRequestError(
             "moe_cache_size is given, but no GPU computes the model, so there is no memory for it; leave it out"
@@ -65,27 +65,25 @@ def _check_moe_cache(model: Model) -> None:
 class Context(Owner):
     """KV cells and compute buffers over a model.
 
-    ``n_ctx``: positions each sequence may use; ``n_cells``: KV cells in all (default ``n_ctx * n_seq_max``; fewer only
-    with ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut into
-    (models that are not causal get no smaller chunks). ``n_outputs_max``: most output rows of a decode (default
-    n_batch, n_ubatch with a ring), and ``n_more_outputs`` on top of it; it bounds memory. ``type_k``/``type_v``: number
-    format of the cache; ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or ``"off"``. ``n_threads``
-    compute single tokens (default: the cores this process may use; give fewer where other processes compute, since
-    threads wait for each other by spinning), ``n_threads_batch`` several tokens (default ``n_threads``).
-    ``n_states``: recurrent states of a sequence to keep besides the last one: those after each of the last tokens of a
-    decode, which may be removed then. The attribute tells how many are kept: 0 where the model cannot, and at most
-    ``n_ubatch`` - 2.
-    ``swa_full``: layers with a sliding window keep all cells, not only those of the last window; the attribute is None
-    without such layers. ``needs_states``:
-    whether a sequence is continued only where its state is, its recurrent one or the cells of its last window.
-    ``drafts_for``: computes a model that drafts with the hidden states that this context keeps (``keep_states``): the
-    MTP layers of its own model, or an EAGLE-3 file that belongs to it. Its only entry is ``draft`` then.
-    ``n_ring_slots``: stage output rows in a ring of so many times ``n_outputs_max`` rows, for a pipeline (``has_ring``
-    is False where that cannot be); ``logits`` has nothing then.
-    ``graph_sampling``: with a ring, the graph samples as well; the attribute tells whether it does, and
-    ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, where rows do not depend on each other, also
-    compute products of floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes of the GPUs' memory for
-    experts that are kept on the CPU.
+    ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
+    number needs ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut
+    into (the batches of models that are not causal are not cut). ``n_outputs_max``: most output rows of a decode
+    (default: n_batch, or n_ubatch with a ring); ``n_more_outputs`` is added to it. The sum bounds memory.
+    ``type_k``/``type_v``: number format of the cache. ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or
+    ``"off"``. ``n_threads``: threads that compute single tokens (default: the cores this process may use; give fewer
+    where other processes compute, since threads wait for each other by spinning). ``n_threads_batch``: threads that
+    compute several tokens (default ``n_threads``). ``n_states``: recurrent states of a sequence to keep in addition to
+    the last one, so that the last tokens of a decode can be removed. The attribute is the number kept: at most
+    ``n_ubatch`` - 2, and 0 if the model cannot keep any. ``swa_full``: layers with a sliding window keep all cells, not
+    only the last window's; the attribute is None without such layers. ``needs_states``: a sequence can only be
+    continued where its recurrent state or the cells of its last window are. ``drafts_for``: the context whose hidden
+    states (``keep_states``) this context drafts with. This context's model is then the MTP layers of that context's
+    model, or an EAGLE-3 file that belongs to it, and only ``draft`` may be called. ``n_ring_slots``: stage output rows
+    in a ring of this many times ``n_outputs_max`` rows, for a pipeline; ``logits`` has nothing then. ``has_ring`` is
+    False if there can be no ring. ``graph_sampling``: with a ring, the graph samples as well; the attribute says
+    whether it does, and ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, in which rows do not
+    depend on each other, also compute products of floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes
+    of GPU memory for experts that are kept on the CPU.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
@@ -199,7 +197,7 @@ class Context(Owner):
         n_more_outputs: int,
         kv_unified: bool,
     ) -> None:
-        """Check the sizes, and set the attributes of their names."""
+        """Check the sizes and set the attributes of the same names."""
         default_n_ctx = min(self.model.n_ctx_train, 4096)
         self.n_ctx = int_of("n_ctx", default_n_ctx if n_ctx is None else n_ctx)
         self.n_seq_max = int_of("n_seq_max", n_seq_max)
@@ -227,7 +225,7 @@ class Context(Owner):
             )
 
     def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
-        """Check the types of the KV cache, and whether it fits. Return what ``flash_attn`` is to be."""
+        """Check the types of the KV cache, and whether it fits. Return the value to use for ``flash_attn``."""
         choice_of("type_k", type_k)
         choice_of("type_v", type_v)
         choice_of("flash_attn", flash_attn)
@@ -278,11 +276,11 @@ class Context(Owner):
 
     @property
     def n_positions(self) -> int:
-        """Positions that llama.cpp gives a sequence: it pads them to 256."""
+        """Positions that llama.cpp gives a sequence, padded to a multiple of 256."""
         return -(-(self.n_cells if self.kv_unified else self.n_ctx) // 256) * 256
 
     def _create(self, params: Any) -> None:
-        """Create the native context, with a ring for its output rows if one is wanted and rows can be staged."""
+        """Create the native context, with a ring for output rows if one is wanted and possible."""
         ffi, lib = self._native.ffi, self._native.lib
         n_rows = max(self.n_ring_slots, 0) * self.n_outputs_max
         drain_log(self._native)
@@ -340,7 +338,7 @@ class Context(Owner):
     def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
         """Compute with these adapters from the next decode on; None: with the model alone. Raises BackendError.
 
-        ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` gives it some.
+        ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` assigns one.
         """
         self.claim()
         set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters, carries)
@@ -349,11 +347,11 @@ class Context(Owner):
 
     @property
     def mixes_adapters(self) -> bool:
-        """Whether sequences can have different adapters: llamapipe's kernels compute, and no other device does."""
+        """Whether sequences can have different adapters, which requires that only llamapipe's kernels compute."""
         return bool(self._native.lib.lp_context_mixes_adapters(self._handle))
 
     def assign_adapters(self, seq_id: int, adapters: AdapterSet | None) -> None:
-        """Compute a sequence with these adapters from the next decode on, if a carrier is set. Raises BackendError."""
+        """If a carrier is set, compute a sequence with these adapters from the next decode on. Raises BackendError."""
         self.claim()
         assign_adapters(
             self._native, self._native.lib.lp_context_assign_adapters, self._handle, seq_id, adapters
@@ -364,8 +362,8 @@ class Context(Owner):
     def decode(self, batch: DecodeBatch) -> None:
         """Compute a batch and return when its logits can be read.
 
-        Raises ValueError for tokens, sequences or positions that do not fit (positions of a sequence continue from its
-        last one without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
+        Raises ValueError for wrong tokens, sequences or positions (a sequence's positions continue from its last one
+        without a gap), ContextFullError when no cells are left, DecodeError when the computation fails.
         """
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, not {type(batch).__name__}")
@@ -388,7 +386,7 @@ class Context(Owner):
             raise self.decode_error(code)
 
     def decode_arrays(self, n_tokens: int, tokens: Any, positions: Any, seq_ids: Any, outputs: Any) -> int:
-        """Decode cffi arrays without the checks of ``decode``; return llama_decode's code. For callers that checked."""
+        """Decode cffi arrays that the caller has checked; return llama_decode's code."""
         self.claim()
         return self._native.lib.lp_decode(self._handle, n_tokens, tokens, positions, seq_ids, outputs)  # type: ignore[no-any-return]
 
@@ -396,22 +394,22 @@ class Context(Owner):
     def keep_states(self, n_most: int, layers: Sequence[int] = ()) -> None:
         """Keep hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
 
-        A state is the last one of the token, or the inputs of these ``layers``, one after the other (llama.cpp ends the
-        process if the graph of the architecture does not give them out: ask ``eagle3_problem`` first). For tokens that
-        are decoded from now on: call it before the first one. Raises BackendError.
+        A token's state is its last hidden state, or the concatenated inputs of ``layers``. llama.cpp ends the process
+        if the architecture's graph does not output these inputs: call ``eagle3_problem`` first. Only tokens that are
+        decoded later have states, so call this before the first decode. Raises BackendError.
         """
         n, indices = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
         if self._native.lib.lp_context_keep_states(self.handle, n, len(indices), indices) < 0:
             raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
 
     def kept_states(self, seq_id: int) -> tuple[int, int]:
-        """Return the first position of a sequence whose state is kept, and the one after the last."""
+        """Return the range of a sequence's positions whose states are kept: the first, and one past the last."""
         end = self._native.ffi.new("int32_t *")
         begin: int = self._native.lib.lp_context_states(self.handle, seq_id, end)
         return begin, int(end[0])
 
     def states(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """Copy the states of a sequence that are kept: float32 ``(n, width)``, from the first kept position on."""
+        """Copy a sequence's kept states: float32 ``(n, width)``, from the first kept position on."""
         ffi, lib = self._native.ffi, self._native.lib
         begin, end = self.kept_states(seq_id)
         out = np.empty((end - begin, lib.lp_context_state_width(self.handle)), dtype=np.float32)
@@ -429,10 +427,10 @@ class Context(Owner):
     ) -> None:
         """Decode in a context that drafts for another. Each entry reads the state of the token before it.
 
-        That is the state of the entry ``before[i]``, an output of the batch before, or (-1) one that ``drafts_for``
-        keeps. Positions may begin anywhere. With EAGLE-3 all entries are outputs, or none. The lists are as long as
-        ``tokens``, and nothing is checked: a draft of one layer takes less than a millisecond. Raises ContextFullError
-        and DecodeError.
+        Entry ``i`` reads the state of entry ``before[i]``, an output of the previous batch; if that is -1, it reads a
+        state that ``drafts_for`` keeps. Positions may begin anywhere. With EAGLE-3, either all entries are outputs or
+        none are. The lists must be as long as ``tokens``. Nothing is checked, because a draft of one layer takes less
+        than a millisecond. Raises ContextFullError and DecodeError.
         """
         self.claim()
         assert self._drafts_for is not None
@@ -448,7 +446,7 @@ class Context(Owner):
     def best(self, row: int) -> tuple[int, float]:
         """Return the most probable token of entry ``row`` of the last batch, and its probability. Raises ValueError.
 
-        -1 if no logit is a number. The entry must be an output.
+        The token is -1 if no logit is a number. The entry must be an output.
         """
         share = self._native.ffi.new("float *")
         token: int = self._native.lib.lp_best(self.handle, row, share)
@@ -459,7 +457,7 @@ class Context(Owner):
         return token, float(share[0])
 
     def decode_error(self, code: int) -> DecodeError:
-        """Return an error for a negative or abnormal result of ``decode_arrays``, with what llama.cpp logged."""
+        """Return an error with llama.cpp's log messages for a negative or abnormal result of ``decode_arrays``."""
         reason = "; ".join(drain_log(self._native)[-2:]) or last_error(self._native)
         return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
 
@@ -515,15 +513,15 @@ class Context(Owner):
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be shifted, with these types of keys."""
+        """Whether positions can be shifted with this type of keys."""
         lib = self._native.lib
         return self._keys_rotate() and bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
 
     def _keys_rotate(self) -> bool:
-        """Return whether llama.cpp can rotate the keys in cells. Where not, it ends the process, or the step fails.
+        """Return whether llama.cpp can rotate the keys in cells. If it cannot, it ends the process or the step fails.
 
-        It has no rotation for bfloat16. Quantized keys need heads of a multiple of 64 values. And some layer must
-        rotate its keys: Granite's models may have none that does.
+        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. Some layer must have rotary
+        positions at all: Granite models may have none.
         """
         sizes = self.model.metadata
         arch = sizes.get("general.architecture", "")
@@ -538,14 +536,14 @@ class Context(Owner):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp could reuse its last compute graph."""
+        """How often llama.cpp reused its last compute graph."""
         return int(self._native.lib.llama_perf_context(self.llama).n_reused)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
-        """Compute with other numbers of threads from the next decode on; see ``n_threads``. Any thread, at any time.
+        """Change the numbers of compute threads from the next decode on; see ``n_threads``. Any thread, at any time.
 
-        Threads that are left out sleep. Raises TypeError and ValueError for bad numbers, BackendError when threads
-        cannot be started; nothing is changed then.
+        Unused threads sleep. Raises TypeError and ValueError for bad numbers, BackendError if threads cannot be
+        started; nothing is changed then.
         """
         n = int_of("n_threads", n_threads)
         n_batch = int_of("n_threads_batch", n if n_threads_batch is None else n_threads_batch)
@@ -554,13 +552,13 @@ class Context(Owner):
         self.n_threads, self.n_threads_batch = n, n_batch
 
     def park_threads(self) -> None:
-        """Let the compute threads sleep until the next decode. They would spin for some milliseconds before."""
+        """Let the compute threads sleep until the next decode. Otherwise they spin for some milliseconds first."""
         self._native.lib.lp_context_rest(self.handle)
 
     def compute_thread_ids(self) -> list[int]:
-        """Return the kernel's ids of the threads that compute: the one that decoded last, then its workers. Any thread.
+        """Return the kernel's ids of the compute threads: the thread that decoded last, then its workers. Any thread.
 
-        Empty before the first decode, and where the system is not Linux. They change with ``set_threads``.
+        The list is empty before the first decode and on systems other than Linux. ``set_threads`` changes the ids.
         """
         ids = self._native.ffi.new("int32_t[]", 1024)
         n: int = self._native.lib.lp_context_thread_ids(self.handle, 1024, ids)
@@ -574,9 +572,9 @@ class Context(Owner):
         return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.llama), seq_id))
 
     def seq_remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> bool:
-        """Forget positions ``[p0, p1)`` of a sequence (to the end for -1).
+        """Forget positions ``[p0, p1)`` of a sequence; a ``p1`` of -1 means the end.
 
-        False when the model's memory cannot remove a part (recurrent models); nothing is changed then.
+        Returns False, and changes nothing, if the model's memory cannot remove a part (recurrent models).
         """
         self.claim()
         check_int("seq_id", seq_id, 0, self.n_seq_max - 1)
@@ -590,7 +588,7 @@ class Context(Owner):
     def seq_copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
         """Share positions ``[p0, p1)`` of ``src`` with ``dst``; part of a sequence only with ``kv_unified``.
 
-        Raises ValueError for a part across per-sequence streams, which llama.cpp cannot do (it would end the process).
+        Raises ValueError for a part without ``kv_unified``: llama.cpp would end the process.
         """
         self.claim()
         check_int("src", src, 0, self.n_seq_max - 1)
@@ -633,7 +631,7 @@ class Context(Owner):
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that made the context."""
+        """Whether this process was forked from the one that created the context."""
         return self._pid != self._getpid()
 
     _getpid = staticmethod(os.getpid)  # modules may be gone when the interpreter ends

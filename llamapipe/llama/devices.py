@@ -29,9 +29,9 @@ class Device:
     """A device that llama.cpp can compute on, as its backend describes it.
 
     ``type`` is ``"cpu"``, ``"gpu"``, ``"igpu"``, ``"accel"`` or ``"other"``. ``memory_total`` and ``memory_free`` are
-    bytes; the latter was read when the device was listed. ``async_compute``: launches return before the work is done.
-    ``events``: work can be ordered with events. ``host_buffer``: the device offers pinned host memory. Plain data; any
-    thread. Source: ``ggml_backend_dev_get_props``.
+    bytes; ``memory_free`` was read when the device was listed. ``async_compute``: launches return before the work is
+    done. ``events``: work can be ordered with events. ``host_buffer``: the device offers pinned host memory. Plain
+    data; any thread. Source: ``ggml_backend_dev_get_props``.
     """
 
     name: str
@@ -64,7 +64,7 @@ def device_handles() -> list[tuple[Device, Any]]:
 
 
 def describe(handle: Any) -> Device:
-    """Return what the backend says about a device. For one of another machine: while a connection is open."""
+    """Return the backend's description of a device. A remote device needs an open connection."""
     module = native()
     ffi, lib = module.ffi, module.lib
     props = ffi.new("struct ggml_backend_dev_props *")
@@ -93,7 +93,7 @@ def devices() -> list[Device]:
 
 # ---- which of them a model is placed on; ``far``: native devices of workers
 def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
-    """Raise ValueError for options that leave nothing to workers, or that ggml-rpc cannot do."""
+    """Raise ValueError for options that leave workers nothing to compute or that ggml-rpc does not support."""
     if split_mode in ("row", "tensor"):
         raise ValueError(
             f'split_mode is {split_mode!r}, which splits each tensor; RPC workers get whole layers: use "layer", '
@@ -107,7 +107,7 @@ def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
 
 
 def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[Any]) -> Any:
-    """Return what llama.cpp gets: workers' devices before those that are wanted; NULL for all of this machine.
+    """Return llama.cpp's array of devices, with workers' devices first; NULL for all devices of this machine.
 
     Raises TypeError, and BackendError for an unknown device.
     """
@@ -137,7 +137,7 @@ def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[A
 def used_devices(
     wanted: Sequence[str | Device] | None, n_gpu_layers: int, far: Sequence[Any]
 ) -> list[Device]:
-    """Return the devices that get layers from llama.cpp: workers'; the requested ones, else all GPUs, else the CPU."""
+    """Return the devices that get layers: the workers', and the requested ones, else all GPUs, else the CPU."""
     known = [device for device, _ in device_handles()]
     if wanted is not None:
         names = {item.name if isinstance(item, Device) else item for item in wanted}

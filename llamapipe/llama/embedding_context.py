@@ -1,7 +1,7 @@
-"""A llama_context that computes embeddings: each batch is a few whole texts, and nothing stays between batches.
+"""A llama_context that computes embeddings: each batch is a few whole texts, and no state is kept between batches.
 
-llama.cpp aborts when a batch of an encoder is cut, and pools wrongly when a text is. So a batch is never larger than a
-ubatch, and all texts share one range of KV cells, where a batch is computed as it is given.
+llama.cpp aborts if an encoder's batch is cut, and pools wrongly if a text is cut. So a batch is never larger than a
+ubatch, and all texts share one range of KV cells, which keeps llama.cpp from splitting the batch.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class EmbeddingContext(NotCopyable):
         return list(rows) if pooled else np.split(rows, np.cumsum(lengths)[:-1])
 
     def set_threads(self, n_threads: int) -> None:
-        """Compute with another number of threads from the next batch on. Raises ValueError, BackendError."""
+        """Change the number of compute threads from the next batch on. Raises ValueError, BackendError."""
         n = int_of("n_threads", n_threads, ROWS)
         if self._native.lib.lp_context_set_threads(self._handle, n, n) < 0:
             raise BackendError(f"{n} threads cannot be used ({last_error(self._native)})")
         self.n_threads = n
 
     def compute_thread_ids(self) -> list[int]:
-        """Return the kernel's ids of the threads that compute; empty before the first batch, and outside Linux."""
+        """Return the kernel's ids of the compute threads; empty before the first batch, and outside Linux."""
         ids = self._native.ffi.new("int32_t[]", 1024)
         n: int = self._native.lib.lp_context_thread_ids(self._handle, 1024, ids)
         return self._native.ffi.unpack(ids, max(n, 0))  # type: ignore[no-any-return]
@@ -164,7 +164,7 @@ class EmbeddingContext(NotCopyable):
 
 
 def _pooling(model: Model, wanted: str | None) -> str:
-    """Return the pooling to use: the wanted one, the model's own, or what suits its attention."""
+    """Return the pooling to use: the requested one, the model's own, or one that suits its attention."""
     if wanted is not None:
         pooling = choice_of("pooling", wanted, ROWS)
     else:

@@ -1,12 +1,12 @@
-"""Prompts for filling in the middle: from the text around a gap, and other files, to tokens.
+"""Prompts for filling in the middle: tokens made from the text around a gap and from other files.
 
 Open this file to change how such a prompt is written, or what is left out of a file that is longer than the context. A
-model that fills in has a token for the text before the gap, one for the text after it and one for the gap; some also
-have tokens that separate files. The prompt is that of llama.cpp's server.
+model that can fill in has one token each for the text before the gap, the text after it and the gap; some models also
+have tokens that separate files. The prompt is the same as in llama.cpp's server.
 
-An editor sends nearly the same prompt with each key, and the prefix cache has what two prompts begin with. So every
-number that decides what is left out is rounded to steps: for many keys in a row the same text is left out, and then
-that of a whole step.
+An editor sends nearly the same prompt with each keystroke, and the prefix cache keeps the common beginning. So every
+number that decides what is left out is rounded to a step: the cut stays in place for many keystrokes, then moves by a
+whole step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FimText(NamedTuple):
 
 
 class FimPrompt(NamedTuple):
-    """The tokens of a prompt. ``is_cut``: whether something was left out, because not everything fitted."""
+    """The tokens of a prompt. ``is_cut``: whether something did not fit and was left out."""
 
     tokens: list[int]
     is_cut: bool
@@ -78,19 +78,20 @@ def _file(item: Any, index: int) -> tuple[str, str]:
 
 
 def fim_room(n_ctx: int, n_new: int | None) -> int:
-    """Return the most tokens of a prompt in a context of ``n_ctx``, if ``n_new`` are to be generated; None: some.
+    """Return how many tokens a prompt may have if ``n_new`` are to be generated; None: a quarter of ``n_ctx``.
 
-    At least half of the context. Requests for a few more or fewer tokens get the same room, and so the same prefix.
+    A prompt always gets at least half of the context. Requests for a few more or fewer tokens get the same room, and so
+    share a prefix.
     """
     step = _step(n_ctx)
     return n_ctx - min(_rounded_up(max(n_ctx // 4 if n_new is None else n_new, 1), step), n_ctx // 2)
 
 
 def fim_prompt(vocab: Vocab, text: FimText, n_max: int | None = None) -> FimPrompt:
-    """Make the prompt of at most ``n_max`` tokens; None: of any number. Control tokens' names in the text stay text.
+    """Make the prompt of at most ``n_max`` tokens; None: no limit. Names of control tokens in the text stay text.
 
-    If not everything fits, the prefix keeps its end, and the suffix its beginning: at least a quarter of the room, or
-    what the prefix leaves. What both leave is for whole files of ``extra``, from the last one back.
+    If not everything fits, the prefix keeps its end and the suffix its beginning. The suffix gets a quarter of the
+    room, or more if the prefix leaves it. The rest holds whole files of ``extra``, taken from the last one back.
 
     Raises InvalidRequestError for a model without these tokens, and if nothing would be left of the text.
     """
@@ -125,7 +126,7 @@ def fim_tokens_of(vocab: Vocab) -> FimTokens:
 
 
 def _around_files(vocab: Vocab, fim: FimTokens, text: FimText) -> tuple[list[int], list[int]]:
-    """Return what stands before the other files and after them, if there are any or the file has a name."""
+    """Return the tokens before and after the other files, if there are any or the file has a name."""
     if not text.extra and text.filename is None:
         return [], []
     head = [] if fim.repository is None else [fim.repository, *vocab.tokenize(_PROJECT, add_special=False)]
@@ -144,7 +145,7 @@ def _named(vocab: Vocab, file: int, name: str) -> list[int]:
 
 # ---- what is left out
 def _step(n: int) -> int:
-    """Return the step of a prompt of ``n`` tokens."""
+    """Return the rounding step for a prompt of ``n`` tokens."""
     return max(min(_STEP, n // _STEPS), 1)
 
 

@@ -48,7 +48,7 @@ _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multipl
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """The bytes that llama.cpp allocates for a model's sequences; for keys and values with flash attention.
+    """The bytes that llama.cpp allocates for a model's sequences, assuming flash attention for keys and values.
 
     ``full``: a cell in the layers that see all tokens. ``window``: a cell in the layers that see the last
     ``n_window`` tokens; 0 without such layers. ``state``: the recurrent state of one sequence, in all layers.
@@ -60,9 +60,9 @@ class MemorySizes:
     state: int
 
     def n_window_cells(self, n_cells: int, n_seq_max: int, n_ubatch: int, unified: bool) -> int:
-        """Return how many cells window layers have in all sequences with ``swa_full=False``.
+        """Return how many cells window layers have for all sequences together with ``swa_full=False``.
 
-        ``n_cells``: those of other layers.
+        ``n_cells``: the number of cells of other layers.
         """
         n_streams = 1 if unified else n_seq_max
         n_most = self.n_window * (n_seq_max if unified else 1) + n_ubatch
@@ -78,7 +78,7 @@ class MemorySizes:
         unified: bool = False,
         n_rs_seq: int = 0,
     ) -> int:
-        """Return the bytes of a context with ``n_cells`` cells in all sequences.
+        """Return the bytes of a context with ``n_cells`` cells for all sequences together.
 
         ``swa_full``: window layers keep all cells. ``n_rs_seq``: earlier states kept for each sequence.
         """
@@ -91,9 +91,9 @@ def memory_sizes(
 ) -> MemorySizes | None:
     """Return the parts of a context's memory, from a file's metadata. Any thread.
 
-    ``metadata``: values by key, numbers or their texts, arrays as sequences (see ``GgufInfo.metadata``). ``type_k`` and
-    ``type_v`` are names of ``TYPE_BYTES``. None for architectures with caches of other kinds, and where an array that
-    tells the size is missing.
+    ``metadata``: values by key; numbers may be text, arrays are sequences (see ``GgufInfo.metadata``). ``type_k`` and
+    ``type_v`` are names in ``TYPE_BYTES``. Returns None for architectures with other kinds of caches, and if an array
+    that gives the size is missing.
     """
     arch = str(metadata.get("general.architecture", ""))
     if arch in _UNKNOWN:
@@ -105,9 +105,10 @@ def memory_sizes(
 
 
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
-    """Return the bytes of a KV cell of the layer that predicts the token after the next (MTP), the first of several.
+    """Return the bytes of a KV cell of the first layer that predicts the token after the next (MTP).
 
-    For ``metadata`` see ``memory_sizes``; their cells are 16-bit floats. 0 where the size is not known. Any thread.
+    See ``memory_sizes`` for ``metadata``. Cells of these layers are 16-bit floats. Returns 0 if the size is not known.
+    Any thread.
     """
     arch = str(metadata.get("general.architecture", ""))
     try:
@@ -117,15 +118,15 @@ def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> 
 
 
 def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int) -> int:
-    """Return the bytes of the hidden states, at most, that a context keeps for a layer that drafts.
+    """Return the most bytes of hidden states that a context keeps for a layer that drafts.
 
-    ``width``: numbers of a state.
+    ``width``: how many numbers a state has.
     """
     return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width)
 
 
 def n_draft_states(n_ctx: int, width: int) -> int:
-    """Return how many of a sequence's last states are kept at least; at most twice as many are."""
+    """Return how many of a sequence's last states are always kept; up to twice as many may be."""
     return min(max(_DRAFT_STATE_BYTES // (2 * 4 * width), _LEAST_STATES), n_ctx)
 
 
@@ -141,7 +142,7 @@ class _Sizes:
         return int(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else int(value)
 
     def _each(self, key: str, default: int = 0) -> list[int]:
-        """Return a value for every layer, from an array or from one value for all."""
+        """Return a value for every layer, read from an array or from one value for all layers."""
         value = self._metadata.get(f"{self._arch}.{key}", default)
         if isinstance(value, Sequence) and not isinstance(value, str):
             return [int(value[i]) for i in range(self._n_all)]
@@ -166,7 +167,7 @@ class _Sizes:
         return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
 
     def of_draft_layer(self) -> int:
-        """Return the bytes of a cell of the first layer that is for drafts."""
+        """Return the bytes of a cell of the first draft layer."""
         i = self._n_own
         if i == self._n_all:
             return 0
@@ -180,7 +181,7 @@ class _Sizes:
         return f"{self._arch}.{key}" in self._metadata
 
     def _windows(self, heads_kv: list[int]) -> tuple[list[bool], int]:
-        """Return which layers see a window, and of how many tokens."""
+        """Return which layers have a sliding window, and its size in tokens."""
         arch, key = self._arch, "attention.sliding_window_pattern"
         n = self._one("attention.sliding_window", {"gemma2": 4096, "llama4": 8192}.get(arch, 0))
         if arch == "lfm2":
@@ -244,15 +245,15 @@ class _Sizes:
 
 
 def stores_values(metadata: Mapping[str, Any]) -> bool:
-    """Return whether cells have values, which latent attention (MLA) has not. ``metadata``: see ``memory_sizes``."""
+    """Return whether cells have values; latent attention (MLA) has none. ``metadata``: see ``memory_sizes``."""
     key = f"{metadata.get('general.architecture', '')}.attention."
     return not all(int(metadata.get(f"{key}{name}_length_mla", 0)) for name in ("key", "value"))
 
 
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
-    """Return the parts of a context's memory for a model, on whichever devices its layers are placed. Any thread.
+    """Return the parts of a context's memory for a model, whatever devices its layers are placed on. Any thread.
 
-    None where its size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
+    Returns None if a size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
     """
     # Values that the caller gave in place of the file's are in the texts that llama.cpp has.
     metadata = {**model.file_metadata, **model.metadata}
@@ -261,10 +262,10 @@ def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
-    """Return the bytes of the keys and values of ``n_cells`` KV cells in all layers, on whichever devices these are.
+    """Return the bytes of the keys and values of ``n_cells`` KV cells in all layers, whatever devices they are on.
 
-    ``type_k`` and ``type_v`` are names of ``TYPE_BYTES``. None where the metadata does not give the size, and for
-    models with a recurrent state: see ``model_sizes``. Any thread.
+    ``type_k`` and ``type_v`` are names in ``TYPE_BYTES``. Returns None if the metadata does not give the size, and for
+    models with a recurrent state; see ``model_sizes``. Any thread.
 
     Raises EngineClosedError when the model is closed.
     """
@@ -291,7 +292,7 @@ def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_
 
 
 def head_size(model: Model) -> int:
-    """Return how many values an attention head's key has; 0 if the metadata has no single size (differs by layer)."""
+    """Return the number of values in an attention head's key; 0 if it differs by layer or is not in the metadata."""
     sizes = model.metadata
     arch = sizes.get("general.architecture", "")
     n_head = _int(sizes.get(f"{arch}.attention.head_count"))

@@ -1,7 +1,7 @@
-"""Finds the files in which Linux keeps the limits of this process's control groups.
+"""Finds the files that hold the limits of this process's control groups on Linux.
 
-A container or service has its own group inside others, and each of them may set a limit. Both versions of control
-groups are supported, also when a system uses both.
+A container or service has its own group inside others, and each group may set a limit. Both versions of control groups
+are supported, even on a system that uses both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MOUNTED = Path("/sys/fs/cgroup")
 def limit_files(
     controller: str, first: str, second: str, own: Path = _OWN, mounted: Path = _MOUNTED
 ) -> tuple[Path, ...]:
-    """Return the readable files with a limit of a controller, of all groups around this process, innermost first.
+    """Return a controller's readable limit files in all groups around this process, innermost first.
 
     ``first`` and ``second``: the file's name in version 1 and version 2. ``own``: the file that lists the groups of
-    this process. ``mounted``: the folder below which the groups are.
+    this process. ``mounted``: the folder that contains the groups.
     """
     try:
         groups = own.read_text()
@@ -31,7 +31,7 @@ def limit_files(
 
 @lru_cache(maxsize=16)
 def _files_of(groups: str, controller: str, first: str, second: str, mounted: Path) -> tuple[Path, ...]:
-    """Find the files, once for the groups that a process is in: it may be moved to others."""
+    """Find the files; the result is cached by the process's groups, because it may be moved to others."""
     files: list[Path] = []
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,9 +1,9 @@
-"""The end of the interpreter: waits for native work of other threads, then closes what owns a thread.
+"""The end of the interpreter: waits for native work on other threads, then closes the objects that own threads.
 
-Up to Python 3.13, a daemon thread that asks for the interpreter's lock once it is being finalized is ended where it
-stands (``pthread_exit``). That unwinds the frames it is in, and those of C++ or Rust abort the process or crash it. So
-work whose native frames ask for the lock themselves (a callback, llguidance) is done ``with awaited_at_exit()``. A
-thread of ours that is still inside native code would crash the process as well; owners of threads register with
+Up to Python 3.13, a daemon thread that asks for the interpreter's lock during finalization is ended on the spot
+(``pthread_exit``). That unwinds its frames, and unwinding C++ or Rust frames aborts or crashes the process. So work
+whose native frames take the lock themselves (a callback, llguidance) runs ``with awaited_at_exit()``. One of our own
+threads that is still inside native code would crash the process as well, so owners of threads register with
 ``close_at_exit``. Closing does not drain: the program has ended, so queued work is cancelled.
 """
 
@@ -36,7 +36,7 @@ _exiting = False
 def close_at_exit(item: Closable) -> None:
     """Register ``item`` to be closed, without draining, when the interpreter exits. Any thread.
 
-    Raises SystemExit on any thread but the main one if the interpreter exits already.
+    Raises SystemExit on any thread but the main one if the interpreter is already exiting.
     """
     with _lock:
         _begin()
@@ -44,17 +44,17 @@ def close_at_exit(item: Closable) -> None:
 
 
 def forget(item: Closable) -> None:
-    """Remove ``item``, which is closed. Any thread."""
+    """Unregister ``item``, which is closed. Any thread."""
     with _lock:
         _open.discard(item)
 
 
 @contextmanager
 def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
-    """Let the interpreter's exit wait for native work in the block, at most so long. Any thread.
+    """Let the interpreter's exit wait for native work in the block, at most ``at_most_s`` seconds. Any thread.
 
-    Raises SystemExit on any thread but the main one if the interpreter exits already: the thread ends silently, as
-    daemon threads do then.
+    Raises SystemExit on any thread but the main one if the interpreter is already exiting. The thread then ends
+    silently, as daemon threads do.
     """
     if threading.current_thread() is threading.main_thread():  # the exit comes after what it does
         yield
@@ -72,12 +72,12 @@ def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
 
 
 def is_exiting() -> bool:
-    """Return whether the interpreter exits. Any thread."""
+    """Return whether the interpreter is exiting. Any thread."""
     return _exiting
 
 
 def end_thread_at_exit() -> None:
-    """Raise SystemExit on any thread but the main one if the interpreter exits; otherwise do nothing."""
+    """Raise SystemExit on any thread but the main one if the interpreter is exiting; otherwise do nothing."""
     if _exiting and threading.current_thread() is not threading.main_thread():
         raise SystemExit
 

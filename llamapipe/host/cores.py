@@ -1,8 +1,8 @@
-"""How many cores this process may compute on, and how several processes divide them.
+"""How many cores this process may compute on, and how several processes share the cores.
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
-several times slower than with fewer (design/cpu.md). Memory of another NUMA node is slower, and two processes on
-the hyperthreads of one core disturb each other. So a process's share is whole nodes where there are enough, else whole
+several times slower than with fewer (design/cpu.md). Memory on another NUMA node is slower, and two processes on the
+hyperthreads of one core slow each other down. So a process gets whole nodes if there are enough, and otherwise whole
 physical cores of one node.
 """
 
@@ -28,7 +28,7 @@ _most: int | None = None
 
 
 def limit_cores(n: int) -> None:
-    """Let this process compute on at most ``n`` cores: its part of a quota that it shares with others.
+    """Limit this process to computing on ``n`` cores: its part of a quota that it shares with other processes.
 
     Call it before an engine is made.
     """
@@ -39,7 +39,7 @@ def limit_cores(n: int) -> None:
 def usable_cores() -> int:
     """Return how many cores this process may run on, or fewer if its control group has a smaller quota of CPU time.
 
-    At most as many as ``limit_cores`` allows.
+    ``limit_cores`` can lower the number.
     """
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
@@ -49,9 +49,10 @@ def usable_cores() -> int:
 
 
 def yielding(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function(*arguments)`` in a thread that leaves the cores to others while they want them.
+    """Call ``function(*arguments)`` in a thread that leaves the cores to others that need them.
 
-    So do the threads that it starts. On Linux, where threads have priorities; elsewhere it is an ordinary call.
+    Threads that it starts do so, too. This needs Linux, where threads have priorities; elsewhere it is an ordinary
+    call.
     """
     if sys.platform != "linux":
         return function(*arguments)
@@ -77,10 +78,10 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def set_group_nice(pid: int, yields: bool) -> None:
-    """Let the session of a process leave the cores to others, or no longer.
+    """Make the session of a process leave the cores to others (``yields``), or undo that.
 
-    Linux with autogroups shares the cores among sessions, whatever the priorities inside of each. Does nothing where
-    there are none, as in containers and services.
+    Linux with autogroups divides the cores among sessions, whatever priorities their threads have. Does nothing without
+    autogroups, as in containers and services.
     """
     for _ in range(_TRIES):
         try:
@@ -114,10 +115,11 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class CoreShare:
-    """One process's part of the cores.
+    """One process's share of the cores.
 
-    ``cores``: the numbers of its cores; empty where the system cannot pin processes. ``n_threads``: how many of them
-    may compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: where its cores are.
+    ``cores``: the numbers of its cores; empty where the system cannot pin processes. ``n_threads``: how many threads
+    may compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its
+    cores.
     """
 
     cores: tuple[int, ...]
@@ -127,9 +129,9 @@ class CoreShare:
 
 @contextmanager
 def started_on(cores: Sequence[int]) -> Iterator[None]:
-    """Pin this thread to cores, and undo it at the end: a process that it starts meanwhile stays pinned.
+    """Pin this thread to cores until the block ends; a process started in the block stays pinned.
 
-    Does nothing for no cores. Raises OSError if the process may not use any of them.
+    Does nothing if ``cores`` is empty. Raises OSError if the process may not use any of the cores.
     """
     if not cores:
         yield
@@ -159,7 +161,7 @@ def n_numa_nodes(system: Path = _SYSTEM) -> int:
 
 
 def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYSTEM) -> list[CoreShare]:
-    """Divide these cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: cores' worth of CPU time.
+    """Divide these cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: CPU time, in cores.
 
     ``system``: the folder that has ``node`` and ``cpu``.
     """
@@ -200,7 +202,7 @@ def _parts(n: int, n_parts: int) -> list[int]:
 
 
 def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Return the allowed cores of each NUMA node; one node, number 0, where the system tells none."""
+    """Return the allowed cores of each NUMA node; node 0 has all cores if the system reports no nodes."""
     nodes: dict[int, tuple[int, ...]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
         cores = _listed(folder / "cpulist") & allowed
@@ -212,7 +214,7 @@ def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
-    """Split the cores of a node into ``n`` parts of whole physical cores, if there are as many."""
+    """Split a node's cores into ``n`` parts, of whole physical cores if there are at least ``n``."""
     physical: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         topology = system / "cpu" / f"cpu{core}" / "topology"

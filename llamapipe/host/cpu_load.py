@@ -1,10 +1,10 @@
 """How busy the machine is, and how many threads each of this process's engines may compute with.
 
-Linux tells the run delay of threads, the idle time of cores and throttled groups. Every class that reads them opens its
-files once: a read takes a few microseconds for a thread, some tens for all cores.
+Linux reports the run delay of threads, the idle time of cores and the throttling of groups. Each class opens its files
+once; a read takes a few microseconds for a thread and some tens for all cores.
 
-llama.cpp's threads wait for each other by spinning, so two engines with a thread for each core stop each other. So
-every engine says when it computes, and learns how many threads it may use beside the others that compute.
+llama.cpp's threads wait for each other by spinning, so two engines with a thread for each core block each other.
+Therefore every engine reports when it computes, and is told how many threads it may use.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _RESOLVED_S = 0.1
 
 
 class RunDelay:
-    """Run time and run delay of some threads of this process, from ``/proc/self/task/*/schedstat``.
+    """The run time and run delay of some of this process's threads, from ``/proc/self/task/*/schedstat``.
 
-    The run delay is how long a thread waited for a core although it had work. Raises OSError where there is no such
-    file: not on Linux, or the thread has ended.
+    The run delay is how long a thread with work waited for a core. Raises OSError if the file does not exist: on
+    systems other than Linux, or if the thread has ended.
     """
 
     def __init__(self, thread_ids: Iterable[int], tasks: Path = _TASKS) -> None:
@@ -59,8 +59,8 @@ class RunDelay:
 class IdleCores:
     """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError where it is missing.
 
-    The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. Time that went to
-    niced processes counts as idle while this process has its usual priority: the kernel takes it from them.
+    The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. While this process
+    has its usual priority, the time of niced processes counts as idle, because the kernel would take it from them.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
@@ -75,7 +75,7 @@ class IdleCores:
         self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
 
     def read(self) -> float:
-        """Return the seconds that the cores were idle, added up since the machine started."""
+        """Return the total seconds that the cores have been idle since the machine started."""
         ticks = 0
         for line in files.read_at(self._file, self._n_bytes, 0).splitlines():
             if not line.startswith(b"cpu"):
@@ -93,9 +93,9 @@ class IdleCores:
 
 
 class Throttling:
-    """How often this process's control group, or one around it, had used up its time; nothing where none has a limit.
+    """How often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
 
-    A throttled thread counts as one that waits for a core, although no other work has taken it.
+    A throttled thread counts as waiting for a core, although no other work has taken the core.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Throttling:
                 continue  # a container does not see the groups around it
 
     def read(self) -> int:
-        """Return the number of periods with throttling since the groups were made."""
+        """Return the number of throttled periods since the groups were created."""
         n = 0
         for file in self._files:
             for line in files.read_at(file, 1024, 0).splitlines():
@@ -124,11 +124,10 @@ class Throttling:
 
 
 class CpuLoad:
-    """All of the above for some threads, which may change. One thread at a time; see ``cpu_load`` to make one.
+    """All of these figures for a changeable set of threads. One thread at a time; ``cpu_load`` makes it.
 
-    ``run_and_delay_s``: reads those of the threads that are watched; see ``RunDelay.read``. ``idle_s``: see
-    ``IdleCores.read``. ``n_throttled``: see ``Throttling.read``. ``process_s``: seconds that all threads of this
-    process ran.
+    ``run_and_delay_s``: ``RunDelay.read`` for the watched threads. ``idle_s``: see ``IdleCores.read``. ``n_throttled``:
+    see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run.
     """
 
     def __init__(self) -> None:
@@ -139,7 +138,7 @@ class CpuLoad:
         self.process_s = time.process_time
 
     def watch(self, thread_ids: Iterable[int]) -> None:
-        """Read these threads from now on."""
+        """Watch these threads from now on."""
         self._delay.close()
         self._delay = RunDelay(thread_ids)
         self.run_and_delay_s = self._delay.read
@@ -152,7 +151,7 @@ class CpuLoad:
 
 
 def cpu_load() -> CpuLoad | None:
-    """Return a reader of this system's load; None where it does not tell all that is needed."""
+    """Return a reader of this system's load; None if the system does not report everything needed."""
     try:
         return CpuLoad() if has_run_delay() else None
     except OSError:
@@ -160,7 +159,7 @@ def cpu_load() -> CpuLoad | None:
 
 
 def free_cores(seconds: float) -> float | None:
-    """Return how many of this process's cores were idle, on average, in a wait of ``seconds``; None where unknown."""
+    """Wait ``seconds`` and return how many of this process's cores were idle on average; None if unknown."""
     try:
         cores = IdleCores()
     except OSError:
@@ -173,9 +172,9 @@ def free_cores(seconds: float) -> float | None:
 
 
 class OtherWork:
-    """How many of this process's cores other processes use, on average, since it was made or last read.
+    """How many of this process's cores other processes have used, on average, since the last reading.
 
-    Raises OSError where the system does not tell.
+    Raises OSError if the system does not report it.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
@@ -189,7 +188,7 @@ class OtherWork:
         return time.perf_counter(), self._cores.read() + time.process_time()
 
     def read(self) -> float:
-        """Return the cores; 0 for less than 100 ms, which the kernel does not resolve."""
+        """Return the number of cores; 0 for an interval under 100 ms, which the kernel does not resolve."""
         (began_s, before_s), self._last = self._last, self._now()
         elapsed_s, free_or_ours_s = self._last[0] - began_s, self._last[1] - before_s
         if elapsed_s < _RESOLVED_S:
@@ -202,7 +201,7 @@ class OtherWork:
 
 
 def has_run_delay() -> bool:
-    """Return whether this system tells how long threads wait for cores: Linux with its usual options."""
+    """Return whether this system reports how long threads wait for cores, as Linux with its usual options does."""
     try:
         delay = RunDelay([os.getpid()])
     except OSError:
@@ -214,7 +213,7 @@ def has_run_delay() -> bool:
 
 
 class CoreBudget:
-    """Divides ``n_cores`` among the members that are ``computing``, in the order in which they began. Any thread."""
+    """A number of cores, divided among the members that are computing, in the order in which they began. Any thread."""
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores
@@ -225,12 +224,12 @@ class CoreBudget:
         return f"<CoreBudget n_cores={self.n_cores} n_computing={len(self.computing)}>"
 
     def member(self, n_fixed: int | None = None) -> BudgetMember:
-        """Make a member that is not computing yet. ``n_fixed``: the threads that it uses, whatever its share is."""
+        """Make a member that is not computing yet. ``n_fixed``: a number of threads that it uses whatever its share."""
         return BudgetMember(self, n_fixed)
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """Take half of the cores, or all if no member computes now; yield how many. Others keep a thread each."""
+        """Take half of the cores, or all if no member is computing; yield how many. The members keep a thread each."""
         with self.lock:
             n = max(self.n_cores // 2, 1) if self.computing else self.n_cores
         member = self.member(n)
@@ -241,7 +240,7 @@ class CoreBudget:
             member.leave()
 
     def resize(self, n_cores: int) -> None:
-        """Divide another number of cores from now on."""
+        """Change the number of cores to divide."""
         with self.lock:
             self.n_cores = n_cores
             self.divide()
@@ -261,7 +260,7 @@ class CoreBudget:
 
 
 class BudgetMember:
-    """One engine's part of a budget. ``n_allowed``: threads it may compute with now; read it without a lock."""
+    """One engine's share of a budget. ``n_allowed``: threads it may compute with now; read it without a lock."""
 
     def __init__(self, budget: CoreBudget, n_fixed: int | None) -> None:
         self.n_allowed = budget.n_cores
@@ -303,9 +302,9 @@ def process_budget() -> CoreBudget:
 
 
 def limit_cores(n_cores: int) -> None:
-    """Let this process compute on at most ``n_cores`` of the cores it may use, so that others may use the rest.
+    """Limit this process to computing on ``n_cores`` cores, so that other processes can use the rest.
 
-    Call it before engines are made. Engines with a given number of threads are not affected.
+    Call it before creating engines. Engines with an explicit number of threads are not affected.
     """
     process_budget().resize(max(min(n_cores, usable_cores()), 1))
 

@@ -1,7 +1,7 @@
-"""Files that processes share: how one is opened, whose it is, locks, and reads and writes at a place.
+"""Files that processes share: opening, ownership, locks, and reads and writes at an offset.
 
-Open this file for what POSIX and Windows do differently with files. Windows tells neither the owner of a file nor who
-else may write to it where Python looks, so there only its kind is checked: give folders of the user's own.
+Open this file for what POSIX and Windows do differently with files. On Windows, Python does not show a file's owner or
+who else may write to it, so only its kind is checked: use folders that belong to the user.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ if sys.platform == "win32":
         return os.write(fd, data)
 
     def has_name(fd: int, path: Path) -> bool:
-        """Return whether an open file has this name: it may have been deleted, and another one made."""
+        """Return whether an open file still has this name; it may have been deleted and replaced."""
         try:
             return os.fstat(fd).st_ino == path.lstat().st_ino  # the device is not always told
         except FileNotFoundError:
@@ -129,7 +129,7 @@ else:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def has_name(fd: int, path: Path) -> bool:
-        """Return whether an open file has this name: it may have been deleted, and another one made."""
+        """Return whether an open file still has this name; it may have been deleted and replaced."""
         try:
             return os.path.samestat(os.fstat(fd), path.lstat())
         except FileNotFoundError:

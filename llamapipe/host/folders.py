@@ -1,4 +1,4 @@
-"""llamapipe's folders on the user's disk: one for files that can be made again, and private ones for a process."""
+"""llamapipe's folders on the user's disk: one for files that can be recreated, and private ones for a process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def private_folder(kind: str) -> Iterator[Path]:
-    """Make a new folder in the user's cache that only its user can read. It is deleted at the end.
+    """Create a folder in the user's cache that only the user can read; it is deleted when the block ends.
 
-    Folders left behind by killed processes are deleted as well: a process holds a lock on its folder. Raises
-    OSError, RuntimeError if there is no home folder.
+    Folders left behind by killed processes are deleted as well, recognized by a lock that nobody holds. Raises OSError,
+    RuntimeError if there is no home folder.
     """
     parent = cache_folder() / kind
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """How much memory this process could ever have, and how much is free for it now.
 
-Both are the least of two limits: the machine's own and those of the process's control groups. Only Linux reports
-them; elsewhere the functions return None.
+Both are the lowest of the machine's own limit and the limits of the process's control groups. Only Linux reports them;
+elsewhere the functions return None.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def memory_limit() -> int | None:
 
 
 def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) -> int | None:
-    """Return the bytes that this process can still take without swapping; None where that is not known. Any thread.
+    """Return the bytes that this process can still take without swapping; None if unknown. Any thread.
 
-    The least of the kernel's estimate (``MemAvailable``) and, for each control group, its limit minus its usage. File
-    pages that the kernel can drop count as free. A snapshot: other processes change it at any time. ``meminfo`` and
+    It is the lowest of the kernel's estimate (``MemAvailable``) and each control group's limit minus its usage. File
+    pages that the kernel can drop count as free. Other processes can change the figure at any time. ``meminfo`` and
     ``limits`` are the files to read; the defaults are this machine's.
     """
     try:
@@ -51,7 +51,7 @@ def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) 
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes of a process that are in memory; 0 where that is not known. Any thread."""
+    """Return the bytes of a process that are in memory; 0 if unknown. Any thread."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):  # Windows has no sysconf
@@ -59,7 +59,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it for later (glibc). Any thread."""
+    """Return freed memory to the system if the C library keeps it for later (glibc). Any thread."""
     import ctypes  # of use only here, and late
 
     try:

@@ -58,7 +58,7 @@ class DecodeBatch:
     def of_tokens(
         cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
     ) -> DecodeBatch:
-        """Make a batch of one sequence's tokens from ``first_position``. The last one is an output, or all of them."""
+        """Make a batch of one sequence's tokens from ``first_position``, with the last one or all as outputs."""
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sized):
             raise TypeError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
         n = len(tokens)

@@ -67,7 +67,7 @@ _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
 
 def packs_architecture(name: str) -> bool:
-    """Return whether weights of an architecture are packed for llamapipe's kernels, where there are any."""
+    """Return whether an architecture's weights are packed for llamapipe's kernels, if this machine has any."""
     return name not in _READ_AS_ROWS
 
 
@@ -81,7 +81,7 @@ MODEL_OPTIONS = frozenset(option.name for option in MODEL)
 
 
 class Model(Owner):
-    """A model loaded from a GGUF file, or one of the Hugging Face Hub (extra ``hub``) or that Ollama has downloaded.
+    """A model loaded from a GGUF file, the Hugging Face Hub (extra ``hub``) or Ollama's downloads.
 
     ``path``: a file; ``"hf:OWNER/REPO/FILE"``, ``"hf:OWNER/REPO"`` or ``"hf:OWNER/REPO:QUANT"``, which is downloaded
     once (``from_pretrained`` has more options); ``"ollama:NAME"`` or ``"ollama:NAME:TAG"``.
@@ -93,29 +93,29 @@ class Model(Owner):
     - ``progress``: called on this thread with 0.0 to 1.0 while the model loads. An exception in it stops the load and
       is raised here.
     - ``vocab_only``: load no weights, for tokenizing only.
-    - ``chat_template``: used instead of the file's: Jinja source, or the path of a file with it.
+    - ``chat_template``: replaces the file's template: Jinja source, or the path of a file with it.
     - ``rpc``: addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before
       those of ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, this process ends,
       too.
-    - ``tool_calls``: ``"lenient"`` also reads an answer of plain JSON as calls of tools; ``"strict"`` reads only what
-      the chat template marks as a call.
-    - ``kernels``: with ``"auto"``, weights on the CPU are packed for llamapipe's matrix products where it has some for
-      their type. Packed weights take memory besides the file; if less than the file's size is free, none are packed.
+    - ``tool_calls``: ``"lenient"`` also reads an answer of plain JSON as tool calls; ``"strict"`` reads only what the
+      chat template marks as a call.
+    - ``kernels``: with ``"auto"``, weights on the CPU are packed for llamapipe's matrix kernels if it has one for their
+      type. Packed weights take memory in addition to the file; if less than the file's size is free, none are packed.
       With ``"ggml"``, ggml computes all products.
     - ``packed_cache``: a folder for packed weights; True or ``"auto"``: in the user's cache; None, False or ``"off"``:
-      none. The first load writes a file of their size there. Later loads map it, which is faster, and processes share
-      its memory.
+      no folder. The first load writes a file as large as the packed weights there. Later loads map it, which is faster,
+      and processes share its memory.
     - ``mmproj``: the model's second file, a GGUF file with an encoder of images or audio (``docs/guides/images.md``),
-      as a path or ``hf:OWNER/REPO[/FILE]``. ``"auto"``: the file ``mmproj*.gguf`` beside the model, if exactly one
-      there fits the model, which is loaded with the first image; without one, messages have text only. True: the same,
+      as a path or ``hf:OWNER/REPO[/FILE]``. ``"auto"``: the file ``mmproj*.gguf`` in the model's folder, if exactly one
+      there fits the model; it is loaded with the first image. Without one, messages can only have text. True: the same,
       or the file in the model's repository; it must exist. None, False or ``"off"``: none.
-    - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, for projectors that keep an
-      image's proportions; for each tile, if the projector tiles. None: the file's. Projectors with one size for all
-      images refuse them if ``mmproj`` names a file, else warn.
-    - ``n_cpu_moe``: the experts of the first so many layers stay on the CPU, also if the rest of the model is on a GPU.
-      ``tensor_placement``: other tensors' devices, by regular expressions (``re.search``) of their names; the first
-      that matches counts: ``{r"ffn_.*_exps": "CPU"}``. A pattern that matches none is an error.
-    - ``kv_overrides``: values of the file's metadata that are to be others, by key, of the file's types.
+    - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, or a tile's if the projector
+      tiles; for projectors that keep an image's proportions. None: the file's limits. Projectors with one size for all
+      images refuse these options if ``mmproj`` names a file, and otherwise log a warning.
+    - ``n_cpu_moe``: keep the experts of this many layers, from the first on, on the CPU, even if the rest of the model
+      is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for their
+      names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an error.
+    - ``kv_overrides``: values that replace those in the file's metadata, by key; types must be the file's.
     - ``load_mtp``: also load the layers that predict the token after the next (MTP), if the file has some, for
       ``Engine(draft="mtp")``. An engine that loads the model does so itself.
 
@@ -123,20 +123,20 @@ class Model(Owner):
 
     - ``path``, ``name``: the file, and the name that servers and messages have for the model.
     - ``n_vocab``, ``n_ctx_train`` (tokens), ``n_embd``, ``n_layer``, ``n_params``, ``size_bytes``: sizes.
-    - ``n_swa``: tokens that a layer with a sliding window attends to; 0: no layer has one.
+    - ``n_swa``: tokens that a layer with a sliding window attends to; 0 without such layers.
     - ``is_recurrent``: the model keeps one state per sequence, of which no part can be removed. ``has_only_states``: it
-      has no KV cells besides.
-    - ``n_mtp_layers``: layers of the file that predict the token after the next; 0: none. ``load_mtp``: whether they
-      were loaded.
+      has no KV cells in addition.
+    - ``n_mtp_layers``: the number of layers in the file that predict the token after the next. ``load_mtp``: whether
+      they were loaded.
     - ``is_causal``: False if tokens attend to later ones; engines refuse such models.
-    - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used. ``n_cpu_expert_layers``: layers
-      of which options keep all experts on the CPU.
+    - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used. ``n_cpu_expert_layers``: the
+      number of layers whose experts were all placed on the CPU by options.
     - ``kernels``: the kernels for packed weights, such as ``"avx2"``; ``"ggml"`` if none are packed.
-      ``n_packed_tensors``: the number of packed weights. ``packed_bytes``: the memory they take, besides the file.
-      ``attends``: whether contexts also compute attention with llamapipe's kernels.
+      ``n_packed_tensors``: the number of packed weights. ``packed_bytes``: the memory they take in addition to the
+      file. ``attends``: whether contexts also compute attention with llamapipe's kernels.
     - ``packed_folder``: the folder of ``packed_cache``; None without one, or if llamapipe's kernels are not used.
       ``packed_file``: the file there that the weights are mapped from, or None.
-    - ``supports_images``, ``supports_audio``: whether messages may have images or audio; never without a projector.
+    - ``supports_images``, ``supports_audio``: whether messages may have images or audio, which needs a projector.
 
     Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
 
@@ -253,7 +253,7 @@ class Model(Owner):
             raise
 
     def _checked_file(self) -> GgufInfo:
-        """Check the file and return its facts. Raises ModelLoadError for one that llama.cpp must not read, OSError."""
+        """Check the file and return its facts. Raises ModelLoadError if llama.cpp must not read it, OSError."""
         from llamapipe.gguf.check import check_gguf
 
         with mapping_guard(self._native, self.path):
@@ -266,7 +266,7 @@ class Model(Owner):
         return info
 
     def _connect(self, rpc: Sequence[str] | None) -> Sequence[Any]:
-        """Return the devices of workers, which then belong to this model. Raises BackendError."""
+        """Connect to workers and return their devices, which this model then owns. Raises BackendError."""
         if rpc is None:
             return []
         from llamapipe.rpc import Workers
@@ -275,7 +275,7 @@ class Model(Owner):
         return self._workers.devices
 
     def _params(self, n_layers: int, split_mode: str, main_gpu: int, maps: bool, locks: bool) -> Any:
-        """Return llama.cpp's parameters, but for devices."""
+        """Return llama.cpp's parameters, without the devices."""
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_model_params *", lib.llama_model_default_params())
         params.n_gpu_layers = n_layers
@@ -364,19 +364,19 @@ class Model(Owner):
 
     @property
     def rotates(self) -> bool:
-        """Whether positions are rotations of keys and queries, in some layers at least."""
+        """Whether at least some layers encode positions as rotations of keys and queries."""
         lib = self._native.lib
         return bool(lib.llama_model_rope_type(self._handle) != lib.LLAMA_ROPE_TYPE_NONE)
 
     @property
     def has_mrope(self) -> bool:
-        """Whether positions are of several kinds: of time, height and width."""
+        """Whether a position has several parts: time, height and width."""
         lib = self._native.lib
         kind = lib.llama_model_rope_type(self._handle)
         return kind != lib.LLAMA_ROPE_TYPE_NONE and bool(kind & lib.LLAMA_ROPE_TYPE_MROPE)
 
     def _check_rope(self, info: GgufInfo) -> None:
-        """Refuse what only the architecture's code tells: without these, a decode hangs or ends the process."""
+        """Refuse files that lack required rotary settings: a decode would hang or end the process."""
         lib = self._native.lib
         kind = lib.llama_model_rope_type(self._handle)
         if self.vocab_only or kind == lib.LLAMA_ROPE_TYPE_NONE:
@@ -390,7 +390,7 @@ class Model(Owner):
     def _set_projector(
         self, info: GgufInfo, mmproj: Path | str | bool, limits: tuple[int | None, int | None]
     ) -> None:
-        """Load the projector of ``mmproj``, or remember the one that was found."""
+        """Load the projector that ``mmproj`` names, or remember one that was found for it."""
         from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
 
@@ -426,7 +426,7 @@ class Model(Owner):
     def _limits_of(
         self, mmproj: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
     ) -> tuple[int | None, int | None]:
-        """Return the limits of an image's tokens that a projector can have. Raises ValueError if it was asked for."""
+        """Return the limits if the projector accepts them, else none. Raises ValueError instead if ``is_asked``."""
         if limits == (None, None):
             return limits
         try:
@@ -450,7 +450,7 @@ class Model(Owner):
 
     @property
     def supports_audio(self) -> bool:
-        """Whether messages may have sounds."""
+        """Whether messages may have audio."""
         return self.projector is not None and self.projector.hears
 
     @classmethod
@@ -471,14 +471,15 @@ class Model(Owner):
     ) -> Model:
         """Load a model of the Hugging Face Hub (extra ``hub``), which is downloaded once and then found in its cache.
 
-        - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"``, that one model
-          matches; None if the repository has only one. A model that is split into several files counts as one.
+        - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"`` that matches
+          exactly one model; None if the repository has only one. A model that is split into several files counts as
+          one.
         - ``revision``: a branch, tag or commit. ``local_files_only``: use the cache and do not connect.
         - ``progress``: show progress bars. ``options``: as for ``Model``.
 
         ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the meaning that huggingface_hub gives
         them. Raises ImportError without the extra, ValueError for a bad name, ModelLoadError if no model or several
-        match or the download fails; else as ``Model`` does.
+        match or the download fails, and whatever ``Model`` raises.
         """
         from llamapipe.hub import model_file
 
@@ -507,7 +508,7 @@ class Model(Owner):
         return f"<Model {self.path.name!r} {sizes}>"
 
     def __dir__(self) -> list[str]:
-        """Return the names for callers; those for contexts and engines are left out."""
+        """Return the public names, without those that only contexts and engines use."""
         hidden = {
             "adopt",
             "release",
@@ -529,12 +530,12 @@ class Model(Owner):
     def load_adapter(self, path: str | os.PathLike[str], name: str | None = None) -> Adapter:
         """Load a LoRA of this model from a GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
 
-        ``path``: a file, or ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``). ``name``: what
-        requests call it (``SamplingParams.adapter``); None: the name in the file, else the file's own. The model
-        computes as before where no request asks for it.
+        ``path``: a file, or ``hf:OWNER/REPO/FILE.gguf`` on the Hugging Face Hub (extra ``hub``). ``name``: the name
+        that requests use (``SamplingParams.adapter``); None: the name in the file's metadata, else the file's name.
+        Requests that do not name it are computed without it.
 
-        Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no LoRA,
-        and one of another model; ValueError for a name that is taken; TypeError.
+        Any thread, also while engines run. Raises ModelLoadError for a file that is missing, damaged, not a LoRA or
+        made for another model; ValueError for a name that is taken; TypeError.
         """
         return self.adapters.load(self._native, path, name)
 
@@ -543,13 +544,13 @@ class Model(Owner):
     ) -> ControlVector:
         """Load a control vector from a GGUF file, as llama.cpp's ``cvector-generator`` and repeng write it.
 
-        ``path``: as for ``load_adapter``. ``layers``: the first and the last layer, from 1 on, that are changed; None:
-        all that the file has a direction for. ``name``: what requests call it, as for ``load_adapter``; adapters and
-        control vectors share one list of names. Several in one request add up, with their scales.
+        ``path``: as for ``load_adapter``. ``layers``: the first and the last layer to change, counted from 1; None: all
+        layers that the file has a direction for. ``name``: as for ``load_adapter``; adapters and control vectors share
+        one list of names. If a request names several, their scaled directions add up.
 
-        Any thread, also while engines run. Raises ModelLoadError for a missing or damaged file, one that is no control
-        vector, one of another model, and for an architecture to which llama.cpp applies none; ValueError for a name
-        that is taken, or layers that the model does not have; TypeError.
+        Any thread, also while engines run. Raises ModelLoadError for a file that is missing, damaged, not a control
+        vector or made for another model, and for an architecture to which llama.cpp cannot apply one; ValueError for a
+        name that is taken or layers that the model does not have; TypeError.
         """
         return self.adapters.load_control_vector(self._native, path, layers, name)
 
@@ -585,14 +586,14 @@ class Model(Owner):
     ) -> list[int]:
         """Return the tokens of a prompt that asks the model for the text between ``prefix`` and ``suffix``.
 
-        ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: that of the text.
+        ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: the name of the gap's file.
         ``order``: ``"psm"`` writes the prefix first, ``"spm"`` the suffix; most models were trained with the first.
         ``n_max``: the most tokens of the prompt; the beginning of the prefix, the end of the suffix and whole other
         files are left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin alike. Names of
         control tokens in the texts stay text.
 
-        Any thread. Raises InvalidRequestError for a model without tokens for this and an ``n_max`` that is too small;
-        TypeError, ValueError.
+        Any thread. Raises InvalidRequestError for a model without tokens for this and for an ``n_max`` that is too
+        small; TypeError, ValueError.
         """
         self.handle  # noqa: B018
         text = fim_text(prefix, suffix, extra, filename, order)
@@ -610,7 +611,7 @@ class Model(Owner):
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that tell this file apart from others; see ``gguf.reader.fingerprint``. Raises OSError."""
+        """16 bytes that identify this file; see ``gguf.reader.fingerprint``. Raises OSError."""
         from llamapipe.gguf.reader import fingerprint
 
         own = fingerprint(self.path)
@@ -620,7 +621,7 @@ class Model(Owner):
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The chat template in use as Jinja source, or None: the one that was given, else the file's own."""
+        """The Jinja source of the chat template in use: the given one, else the file's own, else None."""
         if self._given_template is not None:
             return self._given_template
         ffi = self._native.ffi
@@ -636,15 +637,15 @@ class Model(Owner):
         add_generation_prompt: bool = True,
         **template_args: object,
     ) -> str:
-        """Return the text of a conversation as the model's chat template writes it, without a BOS that tokenizing adds.
+        """Return a conversation's text as the chat template renders it, without a BOS that tokenizing would add.
 
-        ``messages``: dicts with ``role`` and ``content``. ``tools``: as for ``Engine.chat``.
-        ``add_generation_prompt``: end where an answer begins. ``template_args``: further variables of the template,
-        such as ``enable_thinking``. To generate, use ``Engine.chat``, or ``tokenize_chat``: this text does
-        not show which control tokens the template wrote, and which a message contains.
+        ``messages``: dicts with ``role`` and ``content``. ``tools``: as for ``Engine.chat``. ``add_generation_prompt``:
+        end where an answer begins. ``template_args``: more variables for the template, such as ``enable_thinking``. To
+        generate, use ``Engine.chat`` or ``tokenize_chat``: this text does not show which control tokens come from the
+        template and which from a message.
 
-        Any thread. Raises TypeError and InvalidRequestError for bad messages, where the template refuses them, and for
-        a model without a template; ImportError without the extra ``chat``.
+        Any thread. Raises TypeError and InvalidRequestError for bad messages, for messages that the template refuses,
+        and for a model without a template; ImportError without the extra ``chat``.
         """
         prompts = self.chat_prompts
         return prompts.render(messages, prompts.definitions(tools), add_generation_prompt, template_args)
@@ -665,7 +666,7 @@ class Model(Owner):
         return prompts.tokenize(messages, prompts.definitions(tools), add_generation_prompt, template_args)
 
     def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
-        """Write tokenizer files to a folder, for programs that tokenize themselves. Return the folder.
+        """Write tokenizer files to a folder, for programs that have their own tokenizer. Return the folder.
 
         ``tokenizer.json`` is the format of the ``tokenizers`` package. Such programs also read
         ``tokenizer_config.json``, which has the chat template, and ``config.json``. Existing files are replaced
@@ -704,7 +705,7 @@ class Model(Owner):
 
     @property
     def on_workers(self) -> bool:
-        """Whether devices of RPC workers have layers of it."""
+        """Whether devices of RPC workers have any of the model's layers."""
         return self._workers is not None
 
     # ---- lifetime
@@ -721,7 +722,7 @@ class Model(Owner):
 
     @property
     def closed(self) -> bool:
-        """True once ``close`` was called."""
+        """Whether ``close`` was called."""
         return self._handle is None
 
     def adopt(self, child: object, name: str | None = None) -> None:
@@ -773,7 +774,7 @@ class Model(Owner):
 
 
 def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
-    """Log a warning if ``n_ctx`` is more than the model was trained with, and than positions are scaled to."""
+    """Log a warning if ``n_ctx`` exceeds both the training context and the context that positions are scaled to."""
     if n_ctx <= model.n_ctx_train:
         return
     if n_ctx > (most := rope.most_tokens(model)):
@@ -786,7 +787,7 @@ def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
 
 
 def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
-    """Return the folder that ``packed_cache`` means; None for none. Raises TypeError, ValueError."""
+    """Return the folder that ``packed_cache`` selects, or None. Raises TypeError, ValueError."""
     if value is None or value is False or value == "off":
         return None
     if value is not True and value != "auto":
@@ -811,7 +812,7 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
 
 
 def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> None:
-    """Raise ValueError if these options leave no packed weights that could be mapped."""
+    """Raise ValueError if with these options there can be no packed weights to map."""
     for option, is_wrong in (
         (f"kernels={kernels!r}", kernels != "auto"),
         (f"use_mmap={use_mmap!r}", not use_mmap),
@@ -822,7 +823,7 @@ def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> No
 
 
 def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
-    """Return what ``mmproj`` means. Raises TypeError, ValueError, and as ``hub.model_file``."""
+    """Return the checked ``mmproj``; a file becomes a path. Raises TypeError, ValueError, and as ``hub.model_file``."""
     if value is None or value is False or value == "off":
         return None
     if value is True:
@@ -852,7 +853,7 @@ def _image_limits(least: int | None, most: int | None) -> tuple[int | None, int 
 
 
 def _mmproj_of_hub(model: Path) -> Path:
-    """Return the projector in the repository that a file of the hub's cache comes from. Raises ModelLoadError."""
+    """Return the projector in the repository of a file in the hub's cache. Raises ModelLoadError."""
     from llamapipe.hub import MMPROJ, model_file, source_of
 
     source = source_of(model)

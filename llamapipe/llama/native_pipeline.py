@@ -1,4 +1,4 @@
-"""The native pipeline over a context: open this for where output rows are kept and who waits for them."""
+"""The native pipeline over a context. Open this file to change where output rows are kept and who waits for them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ANY_SIZE = 2**62
 
 
 def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
-    """Return how many slots a context's ring gets: ``n_slots``, or none if outputs go through llama.cpp's own buffer.
+    """Return how many slots a context's ring gets: ``n_slots``, or 0 if outputs go through llama.cpp's own buffer.
 
     ``keeps_windows``: window layers keep all cells.
 
-    On RPC workers there is none: slots live as long as the pipeline's object, and so would the connection. A worker
-    that ends then would end this process although everything is closed. Raises ValueError for a ring that is wanted
-    nevertheless.
+    There is no ring on RPC workers. Its slots live as long as the pipeline object and would keep the connection open,
+    so a worker that ends would end this process even after everything is closed. Raises ValueError if a ring is
+    required there.
     """
     choice_of("ring", ring)
     if model.on_workers:
@@ -36,21 +36,22 @@ def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = Fals
 
 
 def can_stage(model: Model, keeps_windows: bool) -> bool:
-    """Return whether this model's batches are cut into ubatches in a way that is known here.
+    """Return whether llamapipe knows how llama.cpp cuts this model's batches into ubatches.
 
-    Recurrent memories cut them otherwise. With unified KV, those of windows (``llama_kv_cache_iswa::init_batch``) try a
-    second way if the first finds no cells. Where windows keep all cells, they never have fewer free ones than the other
-    layers, whose number does not depend on the way: so the second one fails, too. (After a state was restored
-    beside shared cells they may have fewer; a step that is cut another way fails.)
+    Recurrent memories cut batches differently. With unified KV, sliding-window caches
+    (``llama_kv_cache_iswa::init_batch``) try a second way if the first finds no cells. If window layers keep all cells,
+    they never have fewer free cells than the other layers, which need as many in both ways, so the second way fails as
+    well. The exception is a state that was restored while cells were shared: window layers may then have fewer free
+    cells, and a step that is cut in the second way fails.
     """
     return not model.is_recurrent and (keeps_windows or not model.n_swa)
 
 
 def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
-    """Return whether the graph shall sample: by itself only where a device computes that is more than software.
+    """Return whether the graph should sample. ``"auto"`` means: only if a real GPU computes.
 
-    A CPU has better ways to find a row's candidates, and a software device is a CPU. Raises ValueError where the graph
-    cannot sample and shall.
+    A CPU, and so a software device, has better ways to find a row's candidates. Raises ValueError if the graph cannot
+    sample although it is required to.
     """
     choice_of("graph_sampling", choice)
     if choice == "on" and model.on_workers:
@@ -63,7 +64,7 @@ def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bo
 
 
 def on_gpu(model: Model) -> bool:
-    """Return whether some of it is computed by a device that is more than software."""
+    """Return whether a real GPU, not a software device, computes part of the model."""
     return any(d.type in ("gpu", "igpu") and not d.is_software for d in model.devices)
 
 
@@ -75,8 +76,8 @@ def mode_names() -> dict[int, str]:
 class NativePipeline(NotCopyable):
     """Owns a native pipeline and its context; ``close`` frees both.
 
-    ``mode``: where rows are and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
-    ``docs/backends.md``). ``threaded``: it launches on a separate thread, else on the caller's.
+    ``mode``: where rows are kept and who waits for what: ``"host"``, ``"events"``, ``"sync"`` or ``"direct"`` (see
+    ``docs/backends.md``). ``threaded``: steps are launched on a separate thread instead of the caller's.
     """
 
     def __init__(self, context: Context, ring: str, depth: int, n_slots: int, threaded: bool) -> None:
@@ -123,7 +124,7 @@ class NativePipeline(NotCopyable):
         self._n_reused = 0
 
     def error(self, code: int, why: str | None = None, n_tokens: int | None = None) -> Exception:
-        """Return the exception for a negative code of a step."""
+        """Return the exception for a step's negative return code."""
         lib = self.native.lib
         why = last_error(self.native) if why is None else why
         if code == lib.LP_ERROR_FULL:
@@ -150,7 +151,7 @@ class NativePipeline(NotCopyable):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp used its last compute graph again; what it was at the end, once closed."""
+        """How often llama.cpp reused its last compute graph; after closing, the last count."""
         try:
             # Otherwise it is being closed just now.
             if self._closing.acquire(blocking=False) and not self.context.closed:
@@ -180,7 +181,7 @@ class NativePipeline(NotCopyable):
             raise EngineClosedError("the pipeline is closed; make another")
 
     def close(self, drain: bool = True) -> None:
-        """End the pipeline's threads and free its context; steps that are done can still be read. Any thread."""
+        """End the pipeline's threads and free its context; finished steps can still be read. Any thread."""
         self._closed = True
         if self.context.forked:  # its threads are not in this process
             return
@@ -199,7 +200,7 @@ class NativePipeline(NotCopyable):
 
 
 class SavedCells(NotCopyable):
-    """Owns one saved copy of a sequence, or of its state; ``SavedCells.of`` makes it.
+    """One saved copy of a sequence or of its state, made by ``SavedCells.of``.
 
     One thread at a time; may outlive its pipeline.
     """
@@ -213,25 +214,26 @@ class SavedCells(NotCopyable):
     def of(
         cls, pipeline: NativePipeline, seq_id: int, max_bytes: int, only_state: bool = False
     ) -> SavedCells | None:
-        """Copy a sequence, after the steps before it. None if the copy is larger than ``max_bytes``, or fails.
+        """Copy a sequence once queued steps are done. None if the copy fails or is larger than ``max_bytes``.
 
-        ``only_state``: copy only what cannot go back, without the cells of other layers. The thread that launches.
+        ``only_state``: copy only the state that cannot be rewound, without the cells of other layers. Call it on the
+        thread that launches.
         """
         module = pipeline.native
         handle = module.lib.lp_save(pipeline.handle, seq_id, max_bytes, only_state)
         return None if handle == module.ffi.NULL else cls(handle)
 
     def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
-        """Copy the state of a sequence's end into the same memory. False on a failure; the copy is then useless."""
+        """Copy the state at a sequence's end into the same memory. If it returns False, the copy is useless."""
         is_saved: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
         self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
         return is_saved
 
     @classmethod
     def of_state(cls, context: Context, seq_id: int, again: SavedCells | None = None) -> SavedCells | None:
-        """Copy the state of a sequence of a context without a pipeline; None on a failure. The context's thread.
+        """Copy a sequence's state from a context without a pipeline; None on failure. Call it on the context's thread.
 
-        ``again``: the copy whose memory it takes, which is closed on a failure.
+        ``again``: a copy whose memory is reused; it is closed on failure.
         """
         module = native()
         to = module.ffi.NULL if again is None else again.handle
@@ -245,7 +247,7 @@ class SavedCells(NotCopyable):
         return again
 
     def load_state(self, context: Context, seq_id: int, n: int) -> bool:
-        """Let a sequence end after its first ``n`` positions, where this state was copied. False: it is empty now.
+        """Rewind a sequence to its first ``n`` positions, where this state was copied. If False, it is now empty.
 
         Raises DecodeError.
         """
@@ -256,7 +258,7 @@ class SavedCells(NotCopyable):
 
     @classmethod
     def of_bytes(cls, state: bytes | bytearray | memoryview) -> SavedCells:
-        """Make a copy of what ``to_bytes`` returned. Raises MemoryError."""
+        """Make an object from the bytes that ``to_bytes`` returned. Raises MemoryError."""
         module = native()
         handle = module.lib.lp_saved_new(module.ffi.from_buffer(state), len(state))
         if handle == module.ffi.NULL:
@@ -268,7 +270,7 @@ class SavedCells(NotCopyable):
         return bytes(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def view(self) -> memoryview:
-        """Return the cells in llama.cpp's format, not copied: valid until they are closed."""
+        """Return the cells in llama.cpp's format without copying them; valid until ``close``."""
         return memoryview(native().ffi.buffer(self._lib.lp_saved_data(self.handle), self.n_bytes))
 
     def close(self) -> None:
@@ -286,9 +288,9 @@ class SavedCells(NotCopyable):
 
 
 def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
-    """Return the states of a sequence without tokens: the whole, and that of what cannot go back. None on a failure.
+    """Return an empty sequence's full state, and the part that cannot be rewound. None on failure.
 
-    They show which parts this memory has. Before the first step.
+    They show which parts this memory has. Call it before the first step.
     """
     states = []
     for only_state in (False, True):
@@ -301,7 +303,7 @@ def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
 
 
 def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePipeline:
-    """Make the pipeline of an engine: on the CPU it has a launch thread only if steps shall overlap."""
+    """Make the pipeline of an engine. On the CPU it has a launch thread only if steps should overlap."""
     lib = native().lib
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:

@@ -6,8 +6,8 @@ A model's second file (``mmproj``) holds an encoder and a projector. They turn a
 tokens in a prompt, with tokens of the text model between them. This takes two steps: preparing (``Projector.media``)
 resizes and cuts the image, on the caller's thread; encoding, the costly step, runs on the engine's encoder thread.
 
-The cache is keyed by content, and drops the least recently used. So an image that comes again, in any prompt, is
-neither prepared nor encoded again.
+The cache is keyed by content and drops the least recently used entries. An image that comes again, in any prompt, is
+not prepared or encoded again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LEAST_PIXELS = 2**22  # bytes of a tile that is not encoded yet
 
 
 class MediaChunk:
-    """Consecutive rows of an image or a sound in a prompt.
+    """Consecutive prompt rows of an image or a sound.
 
-    ``n``: their number. ``is_causal``: each sees those before it, else all see each other. ``ids``: negative numbers
-    that stand for the rows in lists of tokens, and depend on the content. ``rows``: (n, n_embd), float32; None until
-    they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, where all are at one position, and
-    take ``n_positions``; else None.
+    ``n``: the number of rows. ``is_causal``: each row attends to earlier rows only, otherwise to all. ``ids``: negative
+    numbers that stand for the rows in lists of tokens and depend on the content. ``rows``: (n, n_embd), float32; None
+    until they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, if all rows share one
+    position and the chunk takes ``n_positions``; else None.
     """
 
     __slots__ = ("_chunks", "_index", "grid", "ids", "is_causal", "lock", "n", "n_positions", "rows")
@@ -79,7 +79,7 @@ class MediaChunk:
 class Media:
     """An image or a sound in a prompt: ``parts`` are tokens of the text model, or chunks.
 
-    ``n``: tokens and rows. ``n_pixels``: of the image as it was given.
+    ``n``: the number of tokens and rows. ``n_pixels``: the size of the original image.
     """
 
     def __init__(self, parts: list[list[int] | MediaChunk], n_pixels: int = 0) -> None:
@@ -95,8 +95,8 @@ class Projector:
     """An encoder for one model, and its cache. Any thread; images are prepared in turn, and encoded one at a time.
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
-    ``hears``: whether it takes images, and sounds. ``image_tokens``: the limits of an image's tokens that the file has,
-    where others can be set; ``limits``: those that were, None for the file's.
+    ``hears``: whether it takes images, and sounds. ``image_tokens``: the file's limits of an image's tokens, if they
+    can be changed. ``limits``: the limits that were set; None for the file's.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Projector:
             raise EngineClosedError("the model is closed; load it again")
 
     def _opened(self) -> Any:
-        """Return the native encoder. With ``_opening`` locked. Raises EngineClosedError, ModelLoadError."""
+        """Return the native encoder. The caller holds ``_opening``. Raises EngineClosedError, ModelLoadError."""
         self._check_open()
         if self._handle is not None:
             return self._handle
@@ -176,13 +176,13 @@ class Projector:
     def media(
         self, source: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
     ) -> Media:
-        """Prepare an image or a sound for a prompt, without encoding it. Only calls of the same ``owner`` share it.
+        """Prepare an image or a sound for a prompt, without encoding it. Only calls with the same ``owner`` share it.
 
-        ``share``: those of different ones are prepared in turn (``Turns``). ``max_sound_s``: the longest sound; None:
-        what can be decoded.
+        ``share``: calls with different shares are prepared in turn (``Turns``). ``max_sound_s``: the longest sound;
+        None: any length that can be decoded.
 
-        Raises InvalidRequestError for one that cannot be decoded, or whose kind the model does not take; TypeError,
-        ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; as ``check_wanted``.
+        Raises InvalidRequestError for media that cannot be decoded or whose kind the model does not take; TypeError,
+        ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; and as ``check_wanted``.
         """
         if not (self.sees if source.kind == "image" else self.hears):
             what = "images" if source.kind == "image" else "sounds"
@@ -209,7 +209,7 @@ class Projector:
             return media
 
     def _bytes_of(self, media: Media) -> int:
-        """Return the memory of rows, or of the pixels that they will be made of: a row has 32 × 32 of them, or more."""
+        """Return the bytes of the rows, or of the pixels they will be made from: at least 32 × 32 for each row."""
         n_bytes = 0
         for part in media.parts:
             if isinstance(part, MediaChunk):
@@ -266,7 +266,7 @@ class Projector:
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
     def encode(self, media: Any, n_threads: int) -> bool:
-        """Encode a chunk, on this many threads of the CPU; False if that was done before. Raises DecodeError."""
+        """Encode a chunk on this many CPU threads; False if it was encoded before. Raises DecodeError."""
         assert isinstance(media, MediaChunk)
         with media.lock:
             if media.rows is not None:
@@ -288,9 +288,9 @@ class Projector:
         return True
 
     def close(self) -> None:
-        """Free the encoder, once no caller prepares an image. After every engine of the model.
+        """Free the encoder once no caller prepares an image. Close every engine of the model first.
 
-        Those that are prepared just now end with EngineClosedError, at their next piece.
+        Images that are being prepared fail with EngineClosedError at their next piece.
         """
         self._is_closed = True
         with ExitStack() as alone:
@@ -306,7 +306,7 @@ class Projector:
 def in_prompt(
     tokens: Sequence[int], media: Sequence[Media]
 ) -> tuple[list[int], list[tuple[int, MediaChunk]]]:
-    """Return tokens in which ``-1 - i`` stands for ``media[i]``, with what they are; and where each chunk begins."""
+    """Replace each token ``-1 - i`` by the tokens of ``media[i]``; return the tokens and where each chunk begins."""
     ids: list[int] = []
     chunks: list[tuple[int, MediaChunk]] = []
     for token in tokens:

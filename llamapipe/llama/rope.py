@@ -1,7 +1,7 @@
-"""How a context scales the positions of rotary embeddings, where that is not what the model's file says.
+"""How a context scales the positions of rotary embeddings, if not as the model's file says.
 
-A model that was trained with contexts of N tokens reads longer ones if its positions are scaled to what it knows:
-``"linear"`` divides all positions, ``"yarn"`` (arXiv 2309.00071) divides them for slow rotations only and sharpens
+A model that was trained with contexts of N tokens can read longer ones if positions are scaled into the range it knows.
+``"linear"`` divides all positions. ``"yarn"`` (arXiv 2309.00071) divides them for slow rotations only and sharpens
 attention a little. llama.cpp computes both.
 """
 
@@ -25,7 +25,7 @@ _MOST_TOKENS = 2**31 - 1  # llama.cpp counts them in 32 bits
 
 @dataclass(frozen=True)
 class Rope:
-    """Options of ``Engine`` and ``EngineTuning`` about positions; None: the file's. Raises TypeError, ValueError."""
+    """The position options of ``Engine`` and ``EngineTuning``; None: the file's value. Raises TypeError, ValueError."""
 
     rope_scaling: str | None = None
     rope_freq_base: float | None = None
@@ -46,7 +46,7 @@ class Rope:
                 float_of(name, value)
 
     def given(self) -> dict[str, Any]:
-        """Return what is not the file's, by the names of the options."""
+        """Return the options that were set, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, model: Model) -> None:
@@ -79,7 +79,7 @@ class Rope:
             )
 
     def most_tokens(self, model: Model) -> float:
-        """Return the longest text, in tokens, that positions are scaled for."""
+        """Return the longest context, in tokens, that positions are scaled for."""
         n_train = float(model.n_ctx_train)
         if self._scaling(model) == "none":
             return n_train
@@ -108,10 +108,10 @@ class Rope:
                 setattr(params, name, value)
 
     def fingerprint(self, model: Model, n_ctx: int) -> bytes:
-        """Return 16 bytes that tell cells apart whose values cannot be used for each other. Raises OSError.
+        """Return 16 bytes that differ for cells whose values are not interchangeable. Raises OSError.
 
-        ``n_ctx``: positions that a sequence may have; llama.cpp chooses between two sets of factors by them, where the
-        file has two (``get_rope_factors``).
+        ``n_ctx``: positions that a sequence may have. If the file has two sets of factors, llama.cpp chooses one by
+        this number (``get_rope_factors``).
         """
         is_long = _LONG in model.tensors and n_ctx > self._n_unscaled(model)
         if not self.given() and not is_long:

@@ -1,4 +1,4 @@
-"""A sampler chain: open this for how a row of logits becomes one token."""
+"""A sampler chain. Open this file to change how a row of logits becomes one token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Processor = Callable[..., object]
 
 
 def takes_tokens(processor: Processor) -> bool:
-    """Return whether a processor is called with the tokens too: it has two positional parameters without defaults."""
+    """Return whether a processor also takes the tokens: it has two positional parameters without defaults."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not say
@@ -37,26 +37,26 @@ class Guide(Protocol):
     """Decides which token may come next, in place of llama.cpp."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """Return a bit for each token, set where it may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
+        """Return a bit mask of the tokens that may follow; ``(ceil(n_vocab / 32),)``, valid until ``accept``."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether only an end of generation may follow."""
 
     def accept(self, token: int) -> None:
-        """Take the token that follows."""
+        """Accept the next token."""
 
     def forced(self, n: int) -> list[int]:
-        """Return at most ``n`` tokens of text that follows in any case."""
+        """Return at most ``n`` tokens of text that must follow."""
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield masks after these tokens but the first, up to one that may not follow; without words: nothing may."""
+        """Yield a mask after each token but the first, up to one that may not follow; an empty array allows nothing."""
 
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
-        """Return how many of these tokens may follow, one after the other, as far as that can be told in this time."""
+        """Return how many of these tokens may follow in sequence, as far as can be computed in this time."""
 
     def reset(self, tokens: Sequence[int]) -> None:
-        """Begin anew, after these tokens. Raises DecodeError where they are not allowed."""
+        """Start again after these tokens. Raises DecodeError if they are not allowed."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -65,11 +65,10 @@ class Guide(Protocol):
 class SamplerChain(Owner):
     """Turns logits into tokens for one request: bias and penalties, then samplers in their order, then the draw.
 
-    ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number.
-    ``options``: those of a request, checked by the caller. ``processors``: callables that look at rows. ``guide``: it
-    decides what may follow, and is closed with the chain. ``is_native``: a draw needs no Python, as there is neither a
-    processor nor a guide. Not thread-safe; needs the vocabulary's model to live. Close
-    it, or use ``with``.
+    ``seed`` (0 to 2**64 - 1) starts this chain's generator, which gives each draw one uniform number. ``options``: a
+    request's options, checked by the caller. ``processors``: callables that change rows. ``guide``: decides what may
+    follow, and is closed with the chain. ``is_native``: draws need no Python, because there is no processor and no
+    guide. Not thread-safe; the vocabulary's model must stay open. Close the chain, or use ``with``.
 
     Raises TypeError and ValueError for bad arguments here and in every method, ValueError for a bad grammar.
     """
@@ -119,23 +118,23 @@ class SamplerChain(Owner):
 
     # ---- guesses of what follows
     def watch(self, predicted: Sequence[int], text: Sequence[int], own: bool) -> None:
-        """Begin to guess the tokens that follow ``text``: from ``predicted``, and from the text itself if ``own``."""
+        """Start guessing the tokens that follow ``text``, from ``predicted`` and, if ``own``, from the text itself."""
         predicted, text = list(predicted), list(text)
         self._check(self._lib.lp_sampler_watch(self.handle, len(predicted), predicted, len(text), text, own))
 
     def expect(self, tokens: Sequence[int]) -> int:
-        """Prepare nothing for rows after guessed tokens, and forbid none."""
+        """Prepare nothing for rows after guessed tokens, and allow all of them."""
         return len(tokens)
 
     def guess(self, n: int) -> tuple[list[int], float]:
-        """Return at most ``n`` tokens that may follow, and how many of such guesses, of 1, were right."""
+        """Return at most ``n`` guessed tokens, and the fraction of such guesses that were right."""
         ffi = self._native.ffi
         tokens, share = ffi.new("int32_t[]", n), ffi.new("double *")
         n_tokens = self._lib.lp_sampler_guess(self.handle, n, tokens, share)
         return ffi.unpack(tokens, n_tokens), share[0]
 
     def n_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens the options' grammar allows, one after the other. Nothing is accepted."""
+        """Return how many of these tokens the options' grammar allows in sequence, without accepting any."""
         code: int = self._lib.lp_sampler_n_allowed(self.handle, len(tokens), list(tokens))
         self._check(code)
         return code
@@ -148,7 +147,7 @@ class SamplerChain(Owner):
     def logprobs(self, i: int = 0) -> tuple[float, list[tuple[int, float]]]:
         """Return the log-probability of the last draw's token in the unchanged row, and the most probable tokens'.
 
-        ``i``: which of the tokens that were drawn together, if a guess was right. Raises ValueError if the options do
+        ``i``: the index among tokens that were drawn together after right guesses. Raises ValueError if the options do
         not ask for log-probabilities.
         """
         if self.n_logprobs < 0:
@@ -160,26 +159,26 @@ class SamplerChain(Owner):
         return logprob[0], list(zip(ffi.unpack(ids, n), ffi.unpack(values, n), strict=True))
 
     def accept(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tell penalties, DRY and bad words about tokens of the sequence; ``sample`` does not do it by itself."""
+        """Show the sequence's tokens to penalties, DRY and bad words; ``sample`` does not do this."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         self._check(self._lib.lp_sampler_accept(self.handle, len(ids), ids))
 
     def accept_grammar(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tell the grammar of generated tokens. Raises ValueError where it does not allow them.
+        """Advance the grammar by generated tokens. Raises ValueError if it does not allow them.
 
-        Nothing can be drawn then before ``reset``.
+        After an error, nothing can be drawn before ``reset``.
         """
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_grammar(self.handle, len(ids), ids) < 0:
             self._refused()
 
     def accept_reasoning(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tell the limit of reasoning about the tokens of the answer so far."""
+        """Count the answer's tokens so far towards the limit of reasoning."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         self._check(self._lib.lp_sampler_accept_reasoning(self.handle, len(ids), ids))
 
     def accept_drawn(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Tell all of these about tokens that were drawn, and count them. Raises ValueError."""
+        """Accept drawn tokens for penalties, grammar and reasoning, and count them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
             self._refused()
@@ -192,7 +191,7 @@ class SamplerChain(Owner):
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
         """Draw a token from logits, float32 ``(n_vocab,)``; do not accept it.
 
-        Raises TypeError and ValueError for what is no such row, DecodeError when no logit is finite.
+        Raises TypeError and ValueError for a wrong array, DecodeError if no logit is finite.
         """
         array = np.asarray(logits)
         if array.dtype.kind not in "fiu":
@@ -212,7 +211,7 @@ class SamplerChain(Owner):
         raise self.error
 
     def draw(self, row: Any) -> int:
-        """Draw as ``sample`` does from a native ``float *``, with neither processors nor guide."""
+        """Draw as ``sample`` does from a native ``float *``, without processors or a guide."""
         token = self._draw(row)
         if token < 0:
             raise _no_token(token)
@@ -249,7 +248,7 @@ class SamplerChain(Owner):
         self._lib.lp_sampler_set_mask(self.handle, self._native.ffi.from_buffer("uint32_t[]", mask))
 
     def tell_guide(self, token: int) -> bool:
-        """Tell the guide of the token that was drawn; False when it failed, with ``error`` set."""
+        """Pass the drawn token to the guide; False if it failed, with ``error`` set."""
         if self.guide is None:
             return True
         try:
@@ -271,9 +270,9 @@ class SamplerChain(Owner):
         return True
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
-        """Draw from a copy of ``logits`` that the processors have changed. A token, or a NoToken.
+        """Let the processors change a copy of ``logits``, and draw from it. Return a token or a NoToken.
 
-        ``NoToken.SAMPLER_FAILED``, with ``error`` set, if a processor fails.
+        If a processor fails, return ``NoToken.SAMPLER_FAILED`` and set ``error``.
         """
         from_buffer = self._native.ffi.from_buffer
         try:
@@ -343,7 +342,7 @@ def _no_token(code: int) -> DecodeError:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what a request fails with: callers of others must not be told to exit."""
+    """Return the exception that fails the request, so that other requests' callers do not get an exit."""
     if isinstance(error, Exception):
         return error
     failure = DecodeError(f"what chooses this request's tokens raised {error!r}")

@@ -1,4 +1,4 @@
-"""All options of a request's sampling, as the struct that native code reads."""
+"""A request's sampling options, as the struct that native code reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Dry(NotCopyable):
     """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
 
     ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
-    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. Freed with its last
-    reference, or by ``close``; the vocabulary's model may be closed before.
+    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. It is freed with its last
+    reference or by ``close``; the vocabulary's model may be closed first.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Dry(NotCopyable):
         return self._handle
 
     def close(self) -> None:
-        """Free the native memory; a second call does nothing. Chains made with it have their own."""
+        """Free the native memory; a second call does nothing. Chains made with it have their own copies."""
         self._free()
 
 
 class SamplingOptions(NotCopyable):
-    """A native ``lp_sampling_options`` and the memory that it points to. Nothing is checked here but grammars.
+    """A native ``lp_sampling_options`` and the memory that it points to. Only grammars are checked here.
 
     ``order``: see ``set_order``. ``numbers``: fields of the struct; the others are neutral. ``struct``: the native
     pointer; ``native/cdef/30_sampling.h`` says what each field means. One object may serve any number of chains.
@@ -78,12 +78,12 @@ class SamplingOptions(NotCopyable):
             setattr(self.struct, name, value)
 
     def set_numbers(self, params: object) -> None:
-        """Take the numbers that native code reads as they are: ``is_native`` in the table of options."""
+        """Copy the numbers that native code reads unchanged: ``is_native`` in the table of options."""
         for name in NUMBERS:
             setattr(self.struct, name, getattr(params, name))
 
     def set_order(self, names: Iterable[str]) -> None:
-        """Set the samplers that are applied, in this order: names of ``SAMPLER_ORDER``."""
+        """Set the samplers to apply, in this order: names in ``SAMPLER_ORDER``."""
         order = [getattr(self._lib, f"LP_SAMPLER_{name.upper()}") for name in names]
         self.struct.order[0 : len(order)] = order
         self.struct.n_order = len(order)
@@ -100,7 +100,7 @@ class SamplingOptions(NotCopyable):
         self.struct.n_allowed = 0 if tokens is None else len(tokens)
 
     def set_bad_words(self, words: Sequence[Sequence[int]]) -> None:
-        """Set sequences of tokens whose last one is not drawn after the others."""
+        """Set sequences of tokens; the last token of each is never drawn after the others."""
         tokens: list[int] = []
         ends = []
         for word in words:
@@ -111,12 +111,12 @@ class SamplingOptions(NotCopyable):
         self.struct.n_bad_words = len(ends)
 
     def set_min_tokens(self, n: int, ends: Sequence[int]) -> None:
-        """Draw none of ``ends`` before ``n`` tokens were drawn."""
+        """Draw none of ``ends`` before ``n`` other tokens."""
         self._set_array("end_tokens", "int32_t[]", ends)
         self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
 
     def set_reasoning(self, budget: int, opens: str, ends: str, close: Sequence[int], is_open: bool) -> None:
-        """End what is between two markers with the tokens ``close`` after ``budget`` tokens."""
+        """End the text between two markers with the tokens ``close`` after ``budget`` tokens."""
         self._set_array("reasoning_opens", "char[]", opens.encode())
         self._set_array("reasoning_ends", "char[]", ends.encode())
         self._set_array("reasoning_close", "int32_t[]", close)
@@ -124,9 +124,9 @@ class SamplingOptions(NotCopyable):
         self.struct.reasoning_budget, self.struct.reasoning_is_open = budget, is_open
 
     def set_grammar(self, text: str, root: str = "root") -> None:
-        """Set a grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would read otherwise.
+        """Set a grammar in llama.cpp's GBNF. Raises ValueError for text that llama.cpp would misread.
 
-        Text that llama.cpp's parser does not survive has to be refused before (``llamapipe.structured``).
+        Text that would crash llama.cpp's parser must be refused earlier (``llamapipe.structured``).
         """
         if not text.strip() or "\0" in text:
             raise ValueError("the grammar is empty or has a NUL in it, where llama.cpp would end it")
@@ -134,7 +134,7 @@ class SamplingOptions(NotCopyable):
         self._set_array("grammar_root", "char[]", root.encode())
 
     def set_dry(self, dry: Dry | None) -> None:
-        """Set DRY's options; None leaves a chain those it has. The caller keeps ``dry`` until chains are made."""
+        """Set DRY's options; with None, a chain keeps its own. The caller must keep ``dry`` until chains are made."""
         self.struct.dry = self._ffi.NULL if dry is None else dry.handle
 
     def _set_array(self, name: str, kind: str, values: Any) -> None:

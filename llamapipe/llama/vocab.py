@@ -54,7 +54,7 @@ class Vocab(NotCopyable):
     """
 
     def __init__(self, handle: Any, metadata: Callable[[], Mapping[str, str]] = dict) -> None:
-        """``metadata``: returns the metadata of the model's file; called here if the kind of vocabulary needs it."""
+        """``metadata``: returns the metadata of the model's file; only called if the kind of vocabulary needs it."""
         self._native = native()
         lib = self._native.lib
         self._handle: Any = handle
@@ -113,7 +113,7 @@ class Vocab(NotCopyable):
         return check_int("token", token, 0, self.n_vocab - 1) in self.eog_tokens
 
     def special_tokens(self) -> list[SpecialToken]:
-        """Return the tokens whose names, such as ``<|im_end|>``, are found in a text before it is tokenized."""
+        """Return the tokens whose names, such as ``<|im_end|>``, are matched in a text before it is tokenized."""
         lib, handle = self._native.lib, self.handle
         control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         special = control | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -172,8 +172,8 @@ class Vocab(NotCopyable):
     def _parts(self, text: str) -> Iterator[str]:
         """Split a text for llama.cpp's SPM tokenizer, whose time grows with the square of unknown characters.
 
-        250,000 emoji took it 24 s with the bundled model. A text is cut only before characters that tokens have at
-        their beginning or not at all. So no token spans a cut, and the parts have the same tokens as the text.
+        With the bundled model it took 24 s for 250,000 emoji. A text is cut only before characters that occur in tokens
+        at the beginning or not at all. So no token spans a cut, and the parts have the same tokens as the whole text.
         """
         start = 0
         while (cut := self._cuts.search(text, start + _PART)) is not None:
@@ -183,9 +183,9 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _cuts(self) -> re.Pattern[str]:
-        """Where a text can be cut: before a character that tokens have at their beginning or not at all.
+        """The places where a text can be cut: before a character that occurs in tokens first or not at all.
 
-        Not after a control token or white space: llama.cpp may add a space there.
+        A text is not cut after a control token or white space, because llama.cpp may add a space there.
         """
         lib, handle, string = self._native.lib, self.handle, self._native.ffi.string
         inside: set[str] = set()
@@ -232,7 +232,7 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _word_piece(self) -> WordPiece | None:
-        """The tokenizer of a BERT vocabulary, unless some of its tokens are found in texts before they are split."""
+        """The tokenizer of a BERT vocabulary, unless some of its tokens are matched in a text before it is split."""
         lib, handle = self._native.lib, self.handle
         pieces: dict[str, int] = {}
         for token in range(self.n_vocab):
@@ -254,7 +254,8 @@ class Vocab(NotCopyable):
     def least_tokens(self, n_characters: int) -> int:
         """Return the fewest tokens that a text of this many characters can have, to refuse long texts untokenized.
 
-        0 for vocabularies that can express any number of characters with one token, such as an unknown word.
+        The result is 0 for vocabularies that can express any number of characters with one token, such as an unknown
+        word.
         """
         if self._longest is None:
             lib = self._native.lib
@@ -317,7 +318,7 @@ class Vocab(NotCopyable):
         return written
 
     def _only_piece(self, token: int) -> bytes:
-        """Return the piece of one token. It is read alone because another token of its chunk has no piece."""
+        """Return the piece of one token, read alone because another token of its chunk has no piece."""
         pieces = self._read_pieces(token, 1)
         if pieces is None:
             raise InvalidRequestError(f"the token {token} has no piece ({last_error(self._native)})")

@@ -1,8 +1,8 @@
 """Backend packages: ``llamapipe-cuda`` and ``llamapipe-vulkan`` add a backend to an installed llamapipe.
 
 A package is a folder with a backend module of llama.cpp and a record of its build. It is found by its name and never
-imported. A backend module shares structs with the core libraries, so both must be built from the same llama.cpp source:
-a module of another version would not fail, but corrupt memory.
+imported. A backend module shares structs with the core libraries, so both must be built from the same llama.cpp source;
+a module of another version would corrupt memory instead of failing.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def build_info() -> dict[str, Any]:
 
 
 def has_gpu_backend() -> bool:
-    """Return whether this build, or a package beside it, has a backend for more than CPUs. Loads nothing."""
+    """Return whether this build or an installed package has a backend other than the CPU's. Loads nothing."""
     return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed())
 
 
@@ -73,26 +73,26 @@ def backends_not_loaded() -> dict[str, str]:
 
 
 def missing_cpu_features(build: dict[str, Any]) -> list[str]:
-    """Return the CPU features that a build's record names and this processor lacks; empty if either is not known.
+    """Return the CPU features in a build's record that this processor lacks; empty if either is not known.
 
-    A library for other instructions would end the process with SIGILL. pip keeps wheels that it built from a source
-    archive or a commit, and does not ask on which processor that was.
+    A library built for other instructions would end the process with SIGILL. pip caches wheels that it built from a
+    source archive or a commit, whatever processor they were built on.
     """
     required = build.get("cpu_features")
     return missing_features(map(str, required)) if isinstance(required, list) and required else []
 
 
 def missing_features(required: Iterable[str], cpuinfo: str = "/proc/cpuinfo") -> list[str]:
-    """Return the features among ``required`` that this processor lacks, sorted. Names are those of Linux's ``cpuinfo``.
+    """Return the features in ``required`` that this processor lacks, sorted. Names are as in Linux's ``cpuinfo``.
 
-    Empty where the system does not list them (macOS, some containers). Takes about 0.1 ms.
+    The list is empty if the system does not report features (macOS, some containers). Takes about 0.1 ms.
     """
     listed = _listed(cpuinfo)
     return [] if listed is None else sorted(set(required) - listed)
 
 
 def _listed(cpuinfo: str) -> set[str] | None:
-    """Return the features of the first core; None: they cannot be read."""
+    """Return the features of the first core; None if they cannot be read."""
     text = b""
     try:
         file = os.open(cpuinfo, os.O_RDONLY)
@@ -119,7 +119,7 @@ def has_module(folder: Path) -> bool:
 
 
 def _is_sub_interpreter() -> bool:
-    """Return whether another interpreter of this process is the main one. There callbacks from C would not reach us."""
+    """Return whether this is a sub-interpreter, which callbacks from C would not reach."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
         try:
             module = import_module(name)
@@ -171,7 +171,7 @@ def _load() -> Any:
 
 
 def _library_folder() -> AbstractContextManager[object]:
-    """Let Windows find the module's libraries. On other systems the module itself says where they are."""
+    """Let Windows find the module's libraries. On other systems the module itself has their location."""
     if sys.platform == "win32":
         return os.add_dll_directory(str(LIB_DIR))
     return nullcontext()
@@ -188,7 +188,7 @@ def _load_package(module: Any, package: BackendPackage) -> None:
 
 
 def _shadowed() -> Path | None:
-    """Return the folder of an installed llamapipe with a native module that this package hides; None: there is none."""
+    """Return the folder of an installed llamapipe with a native module that this package shadows, or None."""
     for entry in sys.path:
         package = Path(entry or ".").resolve() / "llamapipe"
         if package != _PACKAGE.resolve() and has_module(package / "native"):
@@ -218,7 +218,7 @@ def last_error(module: Any) -> str:
 
 
 def enum_names(enum: str) -> dict[int, str]:
-    """Return the constants of a native enum: value to name. Names are written once, in native/cdef."""
+    """Return the constants of a native enum: value to name. The names are defined only in native/cdef."""
     elements: dict[int, str] = native().ffi.typeof(f"enum {enum}").elements
     return elements
 
@@ -226,7 +226,7 @@ def enum_names(enum: str) -> dict[int, str]:
 def drain_log(module: Any) -> list[str]:
     """Pass queued native log records to ``logging``. Any thread.
 
-    Returns the texts of errors, or if there are none, those of warnings: llama.cpp warns of much that fails nothing.
+    Returns the texts of errors, or of warnings if there are no errors: many of llama.cpp's warnings are harmless.
     """
     ffi, lib = module.ffi, module.lib
     text = ffi.new("char[]", _LOG_BYTES)

@@ -1,4 +1,4 @@
-"""The base of objects that own native memory, or stand for something that does."""
+"""The base class of objects that own native memory, directly or indirectly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llamapipe._messages import INSTEAD, unknown_attribute
 
 
 class NotCopyable:
-    """Cannot be copied or pickled: two objects would free the same memory. A misspelt attribute raises with a hint."""
+    """A base that forbids copying and pickling, so memory is freed once. A misspelt attribute raises with a hint."""
 
     __slots__ = ()
 

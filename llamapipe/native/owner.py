@@ -1,4 +1,4 @@
-"""The base of objects that must be closed: what ``with`` does, and what happens to one that is dropped unclosed."""
+"""The base classes of objects that must be closed: ``with``, and the warning about an object that was never closed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Owner(NotCopyable):
         raise NotImplementedError
 
     def _is_left_open(self) -> bool:
-        """Return whether a destructor must warn. Also called where ``__init__`` has not returned."""
+        """Return whether the destructor must warn. Also called if ``__init__`` did not return."""
         return False
 
     def _abandon(self) -> None:
-        """Do what a destructor does after the warning."""
+        """Do the destructor's work after the warning."""
 
     def __enter__(self: _O) -> _O:
         return self
@@ -47,7 +47,7 @@ class Owner(NotCopyable):
 
 
 class DrainingOwner(Owner):
-    """An ``Owner`` with waiting work, which ``with`` finishes unless an exception leaves it."""
+    """An ``Owner`` with waiting work, which ``with`` finishes unless the block raises."""
 
     __slots__ = ()
 

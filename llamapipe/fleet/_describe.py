@@ -1,8 +1,8 @@
-"""Describes models to Ollama's clients, and tells what they can do, without reading their weights.
+"""Describes models and their capabilities to Ollama's clients, without reading weights.
 
-Open it for ``/api/show`` and the capabilities of ``/api/tags`` where models are not loaded. Another process loads the
-vocabulary of each file and tries its chat template, as a server with the model would, so both say the same. A file on
-which llama.cpp ends that process costs nobody anything else.
+Open it for ``/api/show`` and the capabilities in ``/api/tags`` of models that are not loaded. A child process loads
+each file's vocabulary and tries its chat template, just as a server with the model would. If a file makes llama.cpp end
+that process, nothing else is affected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ main()
 
 
 class Asked(NamedTuple):
-    """A file that is to be described. ``template``: used instead of the file's; None: the file's."""
+    """A file to describe. ``template``: replaces the file's template; None: the file's."""
 
     file: str
     embeds: bool
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
     """Return the answers of ``/api/show``; None for a file that cannot be described.
 
-    The other process ends with the task.
+    The child process ends with the task.
     """
     answers: list[dict[str, Any] | None] = []
     while len(answers) < len(asked):
@@ -75,7 +75,7 @@ async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
 
 def main() -> None:
-    """Run as the other process: read what is asked as JSON, and write a line for each file."""
+    """Run in the child process: read the files to describe as JSON, and write a line for each."""
     if hasattr(os, "nice"):
         os.nice(10)
     for fields in json.load(sys.stdin):

@@ -1,4 +1,4 @@
-"""SIGHUP, which an operator sends to reload, and the system where a terminal is closed."""
+"""SIGHUP: an operator sends it to reload, and the system sends it when a terminal is closed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 
 def on_hang_up(reload: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Call ``reload`` on SIGHUP; ``stop`` where the terminal was closed, as programs without a handler end.
+    """Call ``reload`` on SIGHUP, or ``stop`` if the terminal was closed, which ends programs without a handler.
 
-    For the main thread, in a running loop.
+    Call it on the main thread, in a running loop.
     """
     had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

@@ -1,4 +1,4 @@
-"""The models of a pool, as Ollama's clients list, describe, download and delete them."""
+"""Ollama's API for the models of a pool: list, describe, download and delete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
 class OllamaModels:
-    """The routes about models in Ollama's API, and what their files say."""
+    """The routes about models in Ollama's API, with cached descriptions of their files."""
 
     def __init__(self, pool: Pool, settings: ServerSettings) -> None:
         self._pool = pool
@@ -73,7 +73,7 @@ class OllamaModels:
         ]
 
     async def tags(self, exchange: Exchange) -> Response:
-        """``GET /api/tags``: the models whose files are here."""
+        """``GET /api/tags``: the models whose files are on this machine."""
         await self._pool.identify(self._pool.models)
         there = [model for model in self._pool.models if model.facts is not None]
         described = await self.describe(there)
@@ -88,7 +88,7 @@ class OllamaModels:
         return JsonResponse({"models": entries})
 
     async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
-        """``POST /api/show``: what the file says about a model. Loads nothing that is on this machine."""
+        """``POST /api/show``: the description in a model's file. Loads no model that is on this machine."""
         name = request.model or request.name
         if not name:
             raise ApiError(400, "model is missing; give a name of /api/tags", "model")
@@ -111,7 +111,7 @@ class OllamaModels:
         return JsonResponse({**answer, "modified_at": _date(model.facts.modified_s)})
 
     async def describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
-        """Return what ``describe`` says about models whose files are known; each file is looked at once."""
+        """Return the results of ``describe`` for models whose files are known; each file is read once."""
         keys = []
         for model in models:
             facts = model.facts
@@ -126,7 +126,7 @@ class OllamaModels:
         return [self._described[key] for key in keys]
 
     async def describe_all(self) -> None:
-        """Find out what all models can do, before a client asks: that takes seconds."""
+        """Find out the capabilities of all models before a client asks, because it takes seconds."""
         await self._pool.identify(self._pool.models)
         there = [model for model in self._pool.models if model.facts is not None]
         # A few at a time: a client that asks for one model waits for these, not for all.
@@ -134,7 +134,7 @@ class OllamaModels:
             await self.describe(there[start : start + _AT_ONCE])
 
     async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
-        """``POST /api/pull``: downloads a model and serves it; one of the list may wait for its first request."""
+        """``POST /api/pull``: downloads a model and serves it; a model of the list may wait for its first request."""
         name = ollama_files.named(request)
         if self._pool.get(name) is not None:
             return await ollama_files.answered(exchange, request, None)
@@ -204,7 +204,7 @@ class OllamaModels:
 
 
 def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
-    """Return a model as Ollama's lists have it, by one of its names. None: its file is not known."""
+    """Return the entry of Ollama's lists for a model under one of its names; None if its file is not known."""
     facts = model.facts
     if facts is None:
         return None

@@ -1,4 +1,4 @@
-"""One process with a model and an engine, from its start to its end, as the process that started it sees it."""
+"""One process with a model and an engine, from start to end, as seen by the process that started it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EXIT_S = 60.0  # a process that has closed its sockets must end within this tim
 
 
 class State(enum.Enum):
-    """The state of a worker: it loads its model, takes connections, finishes those that it has, has ended."""
+    """The state of a worker: loading its model, taking connections, finishing the open ones, or ended."""
 
     STARTING = "starting"
     READY = "ready"
@@ -51,10 +51,10 @@ class State(enum.Enum):
 class WorkerProcess:
     """One worker from its start to its end. On the supervisor's event loop.
 
-    ``untaken``: connections on their way to it; ``refused``: those that it could not take.
+    ``untaken``: connections on their way to the worker. ``refused``: connections that it could not take.
 
-    ``changed``: called when connections were taken or have ended, or the state or the progress is another one.
-    ``asked``: called with this worker, and the number and the subject of a question about all; None: it asks none.
+    ``changed``: called when connections were taken or have ended, and when the state or the progress has changed.
+    ``asked``: called with this worker and the number and subject of its question about all workers; None: it asks none.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class WorkerProcess:
         self._task = asyncio.ensure_future(self._live(messages))
 
     def let_yield(self, yields: bool) -> None:
-        """Let it leave the cores to others, or not. When its model is loaded, it ends that itself."""
+        """Make the process leave the cores to others, or undo that. Once its model is loaded, it undoes that itself."""
         # Not in the loop's executor, which may be busy with downloads: it has to come before the process is ready.
         threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
 
@@ -127,12 +127,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     @property
     def n_open(self) -> int:
-        """Connections that it has, or will take."""
+        """The number of connections that it has or will take."""
         return self.n_given - self.n_ended
 
     @property
@@ -142,12 +142,12 @@ class WorkerProcess:
 
     @property
     def served_s(self) -> float | None:
-        """Seconds that it was ready; None if it never was."""
+        """How many seconds it was ready; None if it never was."""
         return self._served_s if self._ready_at is None else monotonic() - self._ready_at
 
     @property
     def exit_text(self) -> str:
-        """How it ended, for the log."""
+        """How the process ended, for the log."""
         status = self._process.returncode
         if status is None:
             return "has not ended"
@@ -155,7 +155,7 @@ class WorkerProcess:
 
     # ---- to the worker
     def give(self, connection: socket.socket) -> bool:
-        """Hand over a connection. False if the worker cannot have it; the connection is then the caller's."""
+        """Hand over a connection. False if the worker cannot take it; the caller then keeps it."""
         try:
             socket.send_fds(self._connections, [CONNECTION], [connection.fileno()])
         except OSError:
@@ -166,7 +166,7 @@ class WorkerProcess:
         return True
 
     def connect(self) -> socket.socket:
-        """Return a new connection to it, for requests of this process. Raises ConnectionError if it has ended."""
+        """Return a new connection to the worker for this process's requests. Raises ConnectionError if it has ended."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         if self.state is not State.READY or not self.give(theirs):
@@ -176,11 +176,11 @@ class WorkerProcess:
         return ours
 
     def retire(self) -> None:
-        """Let it answer what it has, close its connections as they become idle, and end."""
+        """Let the worker answer its requests, close its connections as they become idle, and end."""
         self._leave(RETIRE)
 
     def stop(self, keeps_cache: bool = False) -> None:
-        """Let it answer the requests that it has, and end. ``keeps_cache``: in its ``cache_dir``."""
+        """Let the worker answer its requests and end. ``keeps_cache``: save cached prefixes in its ``cache_dir``."""
         if keeps_cache and self.state is State.READY:
             with suppress(OSError):
                 self._connections.send(KEEP)
@@ -189,23 +189,23 @@ class WorkerProcess:
         self._leave(STOP)
 
     def stop_tools(self) -> None:
-        """End the calls of tools that run in it: the server will end."""
+        """End the tool calls that run in the worker, because the server will end."""
         if self.state is State.READY:
             with suppress(OSError):
                 self._connections.send(STOP_TOOLS)
 
     def cancel(self) -> None:
-        """End it without waiting for answers."""
+        """End the worker without waiting for answers."""
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
         self._leave(CANCEL)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._signal(signal.SIGKILL)
 
     def tell_counts(self, n_ready: int, n_workers: int) -> None:
-        """Tell it how many workers there are, for ``/health``."""
+        """Send the worker the number of workers, for ``/health``."""
         if self._messages is not None and self.state in (State.READY, State.LEAVING):
             self._messages.send("workers", n_ready=n_ready, n_workers=n_workers)
 
@@ -223,7 +223,7 @@ class WorkerProcess:
             del self._snapshots[number]
 
     def answer(self, number: int, facts: Sequence[Any]) -> None:
-        """Answer its question about all workers."""
+        """Answer the worker's question about all workers."""
         if self._messages is not None:
             self._messages.send("answer", number=number, found=facts)
 
@@ -300,7 +300,7 @@ class WorkerProcess:
         self.ended.set()
 
     def _read_all(self) -> None:
-        """Read which connections it still took before it ended."""
+        """Read which connections the worker still took before it ended."""
         with suppress(OSError):
             while data := self._connections.recv(4096):
                 self._note(data)

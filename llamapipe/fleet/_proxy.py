@@ -1,6 +1,6 @@
-"""Requests on their way from the front process to that of a model, and the answers on their way back.
+"""Forwards requests from the front process to a model's process, and the answers back.
 
-Open it for what the process of a model is told about a client, and for what happens if that process ends.
+Open it to change what a model's process learns about a client, and what happens if that process ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LINES_HEAD = ((b"content-type", b"application/x-ndjson"), *_UNBUFFERED)
 
 
 class Proxy:
-    """Asks the processes of a pool's models for the clients of a gate. On the event loop's thread."""
+    """Asks the processes of a pool's models on behalf of a gate's clients. On the event loop's thread."""
 
     def __init__(self, gate: Gate, pool: Pool) -> None:
         self.gate = gate
@@ -61,7 +61,7 @@ class Proxy:
         is_stream: bool,
         ttl_s: float | EllipsisType | None,
     ) -> Forwarded:
-        """Return the answer of a model's process, which is started if need be. ``ttl_s``: as in ``Pool.lease``.
+        """Return the answer of a model's process, which is started if necessary. ``ttl_s``: as in ``Pool.lease``.
 
         Raises ApiError 400 for a model of another kind.
         """
@@ -70,7 +70,7 @@ class Proxy:
         return Forwarded(self, exchange, model, kind, is_stream, ttl_s)
 
     async def ask(self, exchange: Exchange, model: PooledModel) -> tuple[int, bytes]:
-        """Return status and body of a loaded model's answer to a request without a body.
+        """Send a request without a body to a loaded model; return the status and body of the answer.
 
         Raises ConnectionError if the process has ended.
         """
@@ -108,7 +108,7 @@ class Proxy:
 
 
 def check_kind(model: PooledModel, kind: ModelKind) -> None:
-    """Raise ApiError 400 for a model that does not do what a route is for, if that is known."""
+    """Raise ApiError 400 if a model is known to be of another kind than the route serves."""
     embeds = model.embeds
     if embeds is None or embeds == (kind == "embedding") or kind == "any":
         return
@@ -119,9 +119,9 @@ def check_kind(model: PooledModel, kind: ModelKind) -> None:
 class Forwarded(LateResponse):
     """The answer of a model's process, passed on as it comes.
 
-    If the process ends before any of its answer has come, such as when it was killed and nobody has noticed yet, the
-    next one is asked, once: a request that ends processes ends no more than two. One with MCP tools is not: they may
-    have been called.
+    If the process ends before any of its answer has come, such as when it was killed unnoticed, the request is sent
+    once more to the next process. So a request that crashes processes ends at most two. A request with MCP tools is not
+    sent again, because they may have been called.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Forwarded(LateResponse):
         self._has_begun = self._has_answer = False  # towards the client; from the process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask the process and send its answer. Raises ApiError before the answer has begun."""
+        """Ask the process and send its answer. Raises ApiError only before the answer has begun."""
         began = monotonic()
         self._body, self._exchange.raw = self._exchange.raw, b""
         has_tools = self._exchange.route == "/v1/responses" and b'"mcp"' in self._body
@@ -164,9 +164,9 @@ class Forwarded(LateResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _answered(self, send: Send, began: float, is_last: bool = False) -> bool:
-        """Ask the process and send its answer. False: it has ended before, and the next one can be asked.
+        """Ask the process and send its answer. False if it ended before it answered and another one can be asked.
 
-        Raises UpstreamLostError and ConnectionError if it has not, or ``is_last``; ApiError.
+        Raises UpstreamLostError and ConnectionError if no other one can be asked or ``is_last``; ApiError.
         """
         pool, model = self._proxy.pool, self._model
         process = None
@@ -203,7 +203,7 @@ class Forwarded(LateResponse):
             await self._part(send, part)
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
-        """Wait for the load. A stream gets its head and signs of life meanwhile, so that no client gives up."""
+        """Wait for the load. A stream's head and keep-alives are sent at once, so that no client gives up."""
         settings = self._proxy.gate.settings
         began = monotonic()
         signs = self._is_stream and settings.ping_s > 0
@@ -228,7 +228,7 @@ class Forwarded(LateResponse):
         await loading
 
     def _sign(self) -> bytes:
-        """Return a sign of life: a comment with the progress, or Ollama's line without text, which changes nothing."""
+        """Return a keep-alive: a comment with the progress, or in Ollama's format a line without text."""
         if self._exchange.dialect != "ollama":
             return f": loading {self._model.name} {100 * self._model.progress:.0f} %\n\n".encode()
         return line(empty_part(self._model.name, self._exchange.route == "/api/chat"))
@@ -246,7 +246,7 @@ class Forwarded(LateResponse):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _fail(self, send: Send, error: ApiError) -> None:
-        """Tell an error: with its status, or in the stream that has begun."""
+        """Send an error: with its status, or within a stream that has begun."""
         if not self._has_begun:
             raise error
         if not self._is_stream:
@@ -255,7 +255,7 @@ class Forwarded(LateResponse):
 
 
 async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:
-    """Return the body of an error, as an event."""
+    """Return an error's body as an event."""
     body = await upstream.body()
     if dialect == "ollama":
         return body + b"\n"

@@ -1,4 +1,4 @@
-"""Tells clients about the models of a pool: lists, and an event for each change."""
+"""Reports the models of a pool to clients, as lists and as an event for each change."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 
 
 def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> dict[str, Any]:
-    """Return a model by one of its names, for ``/v1/models``.
+    """Return the entry of ``/v1/models`` for a model under one of its names.
 
-    What counts for the model stands at its first name only. ``created``: when the server started. ``can_delete``:
-    clients may delete files.
+    Figures about the model are only in the entry of its first name. ``created``: when the server started.
+    ``can_delete``: clients may delete files.
     """
     status: dict[str, Any] = {"value": model.state.value}
     if model.state is ModelState.LOADING:
@@ -54,7 +54,7 @@ def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> d
 
 
 class Watch:
-    """The state of the models that one client of ``/models/sse`` knows; events as in llama-server's router."""
+    """The models' states that a client of ``/models/sse`` was sent last. Events are as in llama-server's router."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -88,7 +88,7 @@ class Watch:
 
 
 def _status_event(model: PooledModel) -> dict[str, Any]:
-    """Return a model's state, in the form of llama-server's router. A load has stages there; ours has one."""
+    """Return a model's state in the format of llama-server's router. A load has stages there; ours has one."""
     data: dict[str, Any] = {"status": model.state.value}
     if model.state is ModelState.LOADING:
         stage = "text_model"

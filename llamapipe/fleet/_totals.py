@@ -1,4 +1,4 @@
-"""Adds up the reports of several processes into one server's: metrics, and where the time of requests went. Pure."""
+"""Adds up the reports of several processes: metrics, and where the time of requests went. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _RATIOS = {"vllm:kv_cache_usage_perc"}
 
 
 class Totals:
-    """The counts of all processes of a server. Ended ones are included, so that no counter falls.
+    """The counts of all of a server's processes. Ended processes are included, so that no counter falls.
 
-    ``n_requests``: for so many requests it tells where their time went.
+    ``n_requests``: how many requests have an entry about where their time went.
     """
 
     def __init__(self, n_requests: int) -> None:
@@ -25,24 +25,24 @@ class Totals:
         return f"<Totals of {len(self._ended)} metrics>"
 
     def keep(self, families: Sequence[Family], requests: Sequence[dict[str, Any]]) -> None:
-        """Add what a process told last, which has ended: metrics, whose gauges count no longer, and requests."""
+        """Add the last report of a process that has ended: its requests, and its metrics without gauges."""
         self._ended = add_families([], [self._ended, families])
         self._requests = self.requests_with([requests])
 
     def with_live(self, live: Iterable[Sequence[Family]]) -> list[Family]:
-        """Return the metrics of all. ``live``: those of each process that runs."""
+        """Return the metrics of all processes. ``live``: the metrics of each running process."""
         return add_families(live, [self._ended])
 
     def requests_with(self, live: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Return the entries of ``GET /requests``, the newest first. ``live``: those of each process that runs."""
+        """Return the entries of ``GET /requests``, the newest first. ``live``: the entries of each running process."""
         entries = [entry for entries in (self._requests, *live) for entry in entries]
         return sorted(entries, key=lambda entry: -entry["ended_at"])[: self._n_requests]
 
 
 def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Family]] = ()) -> list[Family]:
-    """Return one family for each name.
+    """Merge families, one for each name.
 
-    Counters, histograms and gauges are added up, ratios averaged; ``ended``: no gauges.
+    Counters, histograms and gauges are added up, and ratios are averaged. Gauges in ``ended`` are left out.
     """
     texts: dict[str, tuple[str, str]] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
@@ -68,7 +68,7 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
 
 
 def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
-    """Return the families with these labels at each sample."""
+    """Return the families with these labels on each sample."""
     return [
         family._replace(samples=[(sample, {**own, **labels}, value) for sample, own, value in family.samples])
         for family in families

@@ -1,7 +1,7 @@
-"""The HTTP client with which the front process of several models asks the process of one.
+"""The HTTP client of the front process, for requests to a model's process.
 
-Open it for how bytes get from one to the other. Answers are read in the pieces in which they arrive; nobody looks into
-them. A slow reader stops the sender: what is not read stays in the socket. On the event loop's thread.
+Open it to change how bytes are transferred between the two. Answers are passed on in the pieces in which they arrive
+and are not parsed. A slow reader stops the sender, because unread data stays in the socket. On the event loop's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UpstreamLostError(Exception):
 class Upstream(asyncio.Protocol):
     """One connection to a model's process: a request, then its answer, then the next request.
 
-    ``status``, ``headers``: the answer's, after ``send``. ``is_free``: it can take a request.
+    ``status``, ``headers``: those of the answer, after ``send``. ``is_free``: whether it can take a request.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Upstream(asyncio.Protocol):
             await self._wait()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the answer's body. Raises UpstreamLostError if it has no end."""
+        """Yield the answer's body. Raises UpstreamLostError if it is incomplete."""
         while True:
             while self._parts:
                 part = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
@@ -81,7 +81,7 @@ class Upstream(asyncio.Protocol):
         return b"".join([part async for part in self.parts()])
 
     def close(self) -> None:
-        """End the connection; the process cancels a request that is not answered."""
+        """Close the connection; the process cancels an unanswered request."""
         self.is_free = False
         if self._transport is not None:
             self._transport.abort()
@@ -120,7 +120,7 @@ class Upstream(asyncio.Protocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Note the status: the answer's head has ended."""
+        """Note the status at the end of the answer's head."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
@@ -135,7 +135,7 @@ class Upstream(asyncio.Protocol):
 
 
 class Upstreams:
-    """The connections to one process that no request uses."""
+    """The idle connections to one process."""
 
     def __init__(self) -> None:
         self._free: deque[tuple[float, Upstream]] = deque()
@@ -144,7 +144,7 @@ class Upstreams:
         return f"<Upstreams {len(self._free)} free>"
 
     def take(self) -> Upstream | None:
-        """Take one that can take a request. None: there is none."""
+        """Take a connection that can take a request; None if there is none."""
         while self._free:
             since, upstream = self._free.pop()
             if upstream.is_free and monotonic() - since <= _IDLE_S:
@@ -160,7 +160,7 @@ class Upstreams:
             upstream.close()
 
     def close(self) -> None:
-        """Close them: the process has ended."""
+        """Close all connections, because the process has ended."""
         for _, upstream in self._free:
             upstream.close()
         self._free.clear()

@@ -1,6 +1,7 @@
-"""Which models end, so that another one has memory. Open it to change that, or what a model that cannot fit is told.
+"""Decides which models end to make room for another.
 
-Pure: models are numbers here, without processes or time. ``pool`` acts on it.
+Open it to change that choice, or the error for a model that cannot fit. Pure: models are numbers here, without
+processes or time. ``pool`` acts on the decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llamapipe._messages import size_text
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the system's memory, and of GPUs' own."""
+    """Bytes of system memory and of the GPUs' own memory."""
 
     n_bytes: int = 0
     gpu_bytes: int = 0
@@ -36,7 +37,7 @@ def total(parts: Iterable[Memory]) -> Memory:
 
 
 class Tenure(NamedTuple):
-    """A model that has memory. ``may_end``: it is loaded and not pinned, and idle if that matters."""
+    """A model that holds memory. ``may_end``: it is loaded and not pinned, and idle if that matters."""
 
     memory: Memory
     used_at: float
@@ -45,27 +46,27 @@ class Tenure(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that all models may take together. None: any amount."""
+    """The memory that all models may take together. None: no limit."""
 
     n_bytes: int | None = None
     gpu_bytes: int | None = None
 
     def missing(self, memory: Memory) -> Memory:
-        """Return how much of it is over the budget."""
+        """Return by how much ``memory`` exceeds the budget."""
         over = 0 if self.n_bytes is None else memory.n_bytes - self.n_bytes
         over_of_gpus = 0 if self.gpu_bytes is None else memory.gpu_bytes - self.gpu_bytes
         return Memory(max(over, 0), max(over_of_gpus, 0))
 
     def fits(self, memory: Memory) -> bool:
-        """Return whether that much may be taken."""
+        """Return whether ``memory`` is within the budget."""
         return not self.missing(memory)
 
     def most_bytes(self, pinned: Memory) -> float:
-        """Return the most that one model may take of the system's memory."""
+        """Return the most system memory that one model may take."""
         return math.inf if self.n_bytes is None else self.n_bytes - pinned.n_bytes
 
     def refusal(self, needed: Memory, pinned: Memory) -> str | None:
-        """Return why a model can never be loaded; None: it can.
+        """Return why a model can never be loaded; None if it can.
 
         ``pinned``: the memory of models that are not ended for another one.
         """
@@ -84,9 +85,9 @@ class Budget:
         return None
 
     def choose(self, needed: Memory, there: Sequence[Tenure]) -> list[int] | None:
-        """Choose the models to end, so that ``needed`` fits beside the rest. None: no choice makes room.
+        """Choose the models to end so that ``needed`` fits beside the rest. None if no choice makes room.
 
-        Returns their places. The least recently used first, no more than needed.
+        Returns their indices, the least recently used first, and no more than needed.
         """
         taken = total(tenure.memory for tenure in there) + needed
         chosen = []

@@ -1,4 +1,4 @@
-"""The models that a server may load: their names, their files, and what the files say before they are loaded."""
+"""The models that a server may load: their names, their files, and the facts known before a load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llamapipe._messages import quoted, readable
 class FileFacts(NamedTuple):
     """The facts in a model's file that are known before the model is loaded.
 
-    ``n_bytes``: the memory that its process will take, and ``gpu_bytes`` that of GPUs. ``options``: with which it takes
-    no more. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` where messages may
-    have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: the file's.
+    ``n_bytes``: the memory that its process will take; ``gpu_bytes``: the GPU memory. ``options``: options that keep it
+    within that memory. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` if
+    messages may have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
     """
 
     file: str
@@ -35,11 +35,11 @@ class FileFacts(NamedTuple):
 class ModelEntry:
     """A model that a pool may load.
 
-    ``file``: as ``--model`` takes it. ``options``: those of the command line, by the names of their arguments.
-    ``embeds``: it embeds or ranks texts; None: the file tells. ``keep``: it is never ended for another model.
+    ``file``: as ``--model`` takes it. ``options``: command-line options, by the names of their arguments. ``embeds``:
+    whether it embeds or ranks texts; None: the file decides. ``keep``: it is never ended for another model.
     ``preload``: it is loaded at the start. ``ttl_s``: seconds without a request after which it is ended; None: never.
-    ``adapters``: their names, which clients use as a model's. ``reference``: what ``-m`` takes for a file of the hub's
-    cache, which clients may delete if the operator allows it.
+    ``adapters``: names of its adapters, which clients use like model names. ``reference``: the value of ``-m`` for a
+    file in the hub's cache, which clients may delete if the operator allows it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModelEntry:
 
     @property
     def is_local(self) -> bool:
-        """Whether its file is on this machine, so that to look at it downloads nothing."""
+        """Whether its file is on this machine, so that reading it needs no download."""
         return not self.file.startswith(hub.PREFIX)
 
     @property
@@ -69,11 +69,11 @@ class ModelEntry:
 
     @property
     def taken_names(self) -> tuple[str, ...]:
-        """The names that no other model may have: its adapters' as well."""
+        """The names that no other model may have, including those of its adapters."""
         return (*self.names, *self.adapters)
 
     def is_same_process(self, other: ModelEntry) -> bool:
-        """Return whether one process does for both: they differ at most in what the front process alone decides."""
+        """Return whether one process can serve both entries: they differ only in settings of the front process."""
         return (
             replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
             == other
@@ -83,8 +83,8 @@ class ModelEntry:
 def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
     """Return the entries of models in the hub's cache.
 
-    They are named as Ollama's clients do: ``hf.co/OWNER/REPO:QUANT``. Where the file's name has no quantization, or one
-    that another file has, the name is ``hf.co/OWNER/REPO/FILE``.
+    They are named as Ollama's clients name them: ``hf.co/OWNER/REPO:QUANT``. If the file's name has no quantization, or
+    another file has the same one, the name is ``hf.co/OWNER/REPO/FILE``.
     """
     entries: dict[str, ModelEntry] = {}
     for model in cached:
@@ -99,7 +99,7 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
 
 
 def taken_names(entries: Sequence[ModelEntry]) -> set[str]:
-    """Return the names of all models. Raises ValueError for a name that two of them have."""
+    """Return the names of all models. Raises ValueError if two models have the same name."""
     owners: dict[str, ModelEntry] = {}
     for entry in entries:
         for name in set(entry.taken_names):

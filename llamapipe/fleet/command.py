@@ -1,4 +1,4 @@
-"""The commands that start further processes of this program."""
+"""The commands that start more processes of this program."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The front process of several models: it checks clients, finds the process of a request's model, and forwards bytes.
 
-Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes.
-It reads only a few fields of a body, such as the name of the model, and forwards the bytes of bodies and answers as
-they are. A request whose model must be loaded waits; a stream gets signs of life meanwhile.
+Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes. It
+reads only a few fields of a body, such as the name of the model, and forwards bodies and answers unchanged. A request
+whose model must be loaded waits; a stream gets keep-alives until then.
 
-Keys, limits, the guard and the log are here; the processes of models trust what this one says about a client.
+Keys, limits, the guard and the log belong to this process; the models' processes trust what it says about a client.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class Peeked(msgspec.Struct):
-    """The fields that are read of a request's body. ``name``: the older name of ``model`` in Ollama's API."""
+    """The fields that are read from a request's body. ``name``: the older name of ``model`` in Ollama's API."""
 
     model: Any = None
     name: Any = None
@@ -103,11 +103,11 @@ class Front(Gate):
         self._mcp_labels = () if settings.mcp is None else tuple(entries_of(Path(settings.mcp)))
 
     def mcp_labels(self) -> Sequence[str]:
-        """As ``Gate.mcp_labels``: the processes of the models share them."""
+        """See ``Gate.mcp_labels``; the models' processes share the MCP servers."""
         return self._mcp_labels
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """As ``Gate.convert``."""
+        """See ``Gate.convert``."""
         return await self._work.run(function, *arguments, size=size)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Front(Gate):
 
     # ---- which model
     async def model_of(self, name: str | None, kind: ModelKind) -> PooledModel:
-        """Return the model of a name; without one, the only model of this kind. Raises ApiError 400, 404."""
+        """Return the model with this name, or without a name the only model of this kind. Raises ApiError 400, 404."""
         if name is not None:
             return self.pool.find(name)
         await self.pool.identify(self.pool.models)
@@ -131,7 +131,7 @@ class Front(Gate):
         raise ApiError(400, what, "model")
 
     async def _filling(self, models: Sequence[PooledModel]) -> list[PooledModel]:
-        """Return those of the models whose vocabularies have tokens for filling in."""
+        """Return the models whose vocabularies have tokens for filling in the middle."""
         there = [model for model in models if model.facts is not None]
         described = await self.ollama.describe(there)
         return [
@@ -141,7 +141,7 @@ class Front(Gate):
         ]
 
     async def forward(self, endpoint: Endpoint, exchange: Exchange) -> Response:
-        """Forward any request about one model, which its body or its query names."""
+        """Forward a request to the model that its body or its query names."""
         name: object = exchange.query_params.get("model")
         is_stream = False
         ttl_s: float | EllipsisType | None = ...
@@ -162,7 +162,7 @@ class Front(Gate):
 
     # ---- about the models
     async def reload(self) -> None:
-        """Read the list of models again. Raises OSError and ValueError, after which they are as they were."""
+        """Read the list of models again. If it raises OSError or ValueError, the models are unchanged."""
         async with self._reloading:
             try:
                 self.pool.replace(await asyncio.to_thread(self._entries))
@@ -171,7 +171,7 @@ class Front(Gate):
                 raise
 
     async def list_models(self, exchange: Exchange) -> Response:
-        """``GET /v1/models``: every model, with its state. ``?reload=1``: after the list was read again."""
+        """``GET /v1/models``: every model, with its state. ``?reload=1``: read the list again first."""
         if exchange.query_params.get("reload"):
             try:
                 await self.reload()
@@ -195,7 +195,7 @@ class Front(Gate):
         return JsonResponse(entry_of(self.pool.find(name), name, self.created, self.settings.allow_delete))
 
     async def delete_model(self, exchange: Exchange) -> Response:
-        """``DELETE /v1/models/{id}``: answers 403 for a model of the list and 404 for any other."""
+        """``DELETE /v1/models/{id}``: answers 403 for a model of the list, and 404 for any other."""
         model = self.pool.find(exchange.path_params["id"])
         raise ApiError(
             403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
@@ -239,7 +239,7 @@ class Front(Gate):
         return JsonResponse({"success": True})
 
     async def timeline(self, exchange: Exchange) -> Response:
-        """``GET /timeline?model=NAME``: the timeline of a loaded model, which it does not keep loaded."""
+        """``GET /timeline?model=NAME``: the timeline of a loaded model, without extending its stay."""
         name = exchange.query_params.get("model")
         models = self.pool.models if name is None else [self.pool.find(name)]
         there = [model for model in models if model.state is ModelState.LOADED and not model.embeds]
@@ -252,7 +252,7 @@ class Front(Gate):
         return Response(body, status, media_type="application/json")
 
     async def requests(self, exchange: Exchange) -> Response:
-        """``GET /requests``: of all models, and those that came to none, the newest first."""
+        """``GET /requests``: requests to all models and those that reached none, the newest first."""
         told = [*self.recent.entries(), *await self.pool.requests()]
         told.sort(key=lambda entry: -entry["ended_at"])
         return JsonResponse({"object": "list", "data": told[: self.settings.keep_requests]})
@@ -299,7 +299,7 @@ class Front(Gate):
         return JsonResponse({})
 
     async def metrics_text(self, exchange: Exchange) -> Response:
-        """``GET /metrics``: the metrics of this process, and of all models, each with a label."""
+        """``GET /metrics``: the metrics of this process and of all models, each model with a label."""
         own = self.metrics.families()
         known = {family.name for family in own}
         of_models = [family for family in await self.pool.families() if family.name not in known]
@@ -321,7 +321,7 @@ class Front(Gate):
         return Response(text, media_type=CONTENT_TYPE)
 
     def routes(self) -> list[Endpoint]:
-        """Return the routes of a server with one model, and those about several."""
+        """Return the routes of a server with one model and the routes for several models."""
         endpoints = [
             get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
             get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
@@ -357,7 +357,7 @@ class Front(Gate):
 
 
 class FrontServer(HttpServer):
-    """Serves the models of a pool, and ends their processes at its end."""
+    """Serves the models of a pool, and ends their processes when it shuts down."""
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ class FrontServer(HttpServer):
             self.loop.call_soon_threadsafe(self.pool.cancel, self._n_signals > 2)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Load what is wanted at the start."""
+        """Load the models to preload."""
         await super().startup(sockets=sockets)
         self.loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():  # as uvicorn itself
@@ -417,7 +417,7 @@ def run_front(
 ) -> None:
     """Serve several models on a socket until SIGTERM or Ctrl-C. For the main thread.
 
-    ``entries``: the models after SIGHUP, or ``/models?reload=1``; raises OSError or ValueError to leave them as they
-    are. Called in another thread.
+    ``entries``: called in another thread for the new list of models, on SIGHUP or ``/models?reload=1``. It raises
+    OSError or ValueError to leave the models unchanged.
     """
     FrontServer(settings, pool, entries, host_of(sock)).run_program([sock, *more_sockets])

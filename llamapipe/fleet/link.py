@@ -1,11 +1,11 @@
 """The messages between a process of a fleet and the one that started it.
 
-They talk over two socket pairs. Connections go over the first: one byte for each, with the socket attached, then one
-byte back when the process has taken it, or could not, and one when it has ended. Retiring and stopping are also bytes
-there, so that they come after all connections that were sent before. Everything else goes over the second, a line of
-JSON for each message. If one side ends, the other reads the end of both.
+They talk over two socket pairs. The first carries connections: one byte for each, with the socket attached, then one
+byte back when the process has taken or refused it, and another when it has ended. The commands to retire and to stop
+are also bytes there, so that they arrive after all connections sent before. Everything else goes over the second pair,
+one line of JSON per message. If one side ends, the other reads the end of both streams.
 
-``_process`` has the side that starts, ``worker`` the side that is started.
+``_process`` has the parent's side, ``worker`` the child's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SUBJECTS: Final[tuple[Subject, ...]] = ("families", "requests")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model of one process of several that have different ones; see ``pool``.
+    """The model of one process, if processes have different models; see ``pool``.
 
-    ``file``: as ``--model`` takes it. ``names``: for clients, the first in answers. ``embeds``: it embeds or ranks
-    texts instead of generating them. ``options``: those of the command line, by the names of their arguments.
-    ``cache_dir``: a folder of its own, where it finds cached prefixes, and keeps them at its end if it is asked to; the
-    option of the command line comes first. ``yields``: it leaves the cores to others while it loads.
+    ``file``: as ``--model`` takes it. ``names``: names for clients; answers have the first. ``embeds``: it embeds or
+    ranks texts instead of generating them. ``options``: command-line options, by the names of their arguments.
+    ``cache_dir``: a private folder where it finds cached prefixes, and saves them at its end if asked to; the command
+    line's option takes precedence. ``yields``: it leaves the cores to others while it loads.
     """
 
     file: str
@@ -48,8 +48,8 @@ class WorkerOptions:
     """The options on a worker's command line.
 
     ``connections``, ``messages``: descriptors of its ends of the socket pairs. ``devices``: names of the devices that
-    its model may use; None: all. ``own_weights``: it reads the model into memory of its NUMA node, instead of mapping a
-    file whose pages are on the node that read them first. ``served``: its model, if the command line names several.
+    its model may use; None: all. ``own_weights``: it reads the model into memory of its own NUMA node, because a mapped
+    file's pages stay on the node that read them first. ``served``: its model, if the command line names several.
     """
 
     index: int
@@ -77,19 +77,19 @@ class WorkerOptions:
             raise ValueError(f"no options of a worker: {text}") from error
 
     def report_progress(self, fraction: float) -> None:
-        """Tell the supervisor how much of the model is loaded; before ``Worker.start``."""
+        """Report to the supervisor how much of the model is loaded. Only before ``Worker.start``."""
         with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
             sock.sendall(_encoded("progress", {"fraction": fraction}))
 
     def report_failure(self, message: str, is_usage: bool) -> None:
-        """Tell the supervisor why this worker cannot serve. Raises OSError if there is none."""
+        """Report to the supervisor why this worker cannot serve. Raises OSError if there is no supervisor."""
         line = _encoded("failed", {"message": message, "is_usage": is_usage})
         with socket.socket(fileno=self.messages) as sock:
             sock.sendall(line)
 
 
 class Messages:
-    """The second socket. On an event loop's thread."""
+    """One end of the second socket pair. On an event loop's thread."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -106,7 +106,7 @@ class Messages:
             self._writer.write(_encoded(kind, fields))
 
     async def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None at the end."""
+        """Return the next message; None at the end of the stream."""
         try:
             line = await self._reader.readline()
         except (ConnectionError, ValueError):
@@ -117,7 +117,7 @@ class Messages:
         return message
 
     async def close(self) -> None:
-        """Close the socket after what was sent has gone out."""
+        """Close the socket once all sent messages have been written."""
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()

@@ -1,7 +1,7 @@
-"""How much memory a model takes with its options, from its file alone.
+"""Estimates how much memory a model takes with its options, from its file alone.
 
-Open this file when ``serve --models`` loads fewer models than the memory has room for, or more. The budget is shared by
-these estimates, and a model that takes more than estimated counts with what its process was measured to take.
+Open this file when ``serve --models`` loads more or fewer models than the memory has room for. The budget is divided by
+these estimates; a model whose process takes more than estimated counts with the measured figure.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd"
 class Need(NamedTuple):
     """The memory that a model takes once it is loaded.
 
-    ``n_bytes``: memory, without that of the process. ``n_ctx``: tokens of a request. ``cache_bytes``: the option of the
-    engine with which it takes no more. ``gpu_bytes``: memory of GPUs.
+    ``n_bytes``: system memory, without the process's own. ``n_ctx``: tokens of a request. ``cache_bytes``: the engine
+    option that keeps it within that. ``gpu_bytes``: GPU memory.
     """
 
     n_bytes: int
@@ -44,8 +44,8 @@ class Need(NamedTuple):
 def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
     """Return the memory that a file's model needs. Any thread.
 
-    ``embeds``: an ``Embedder`` runs it. ``options``: those of the command line for ``Engine``, ``Embedder`` and
-    ``Model``. ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
+    ``embeds``: an ``Embedder`` runs it. ``options``: command-line options for ``Engine``, ``Embedder`` and ``Model``.
+    ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
     """
     n_on_gpu = _n_on_gpu(info, options) if has_gpus else 0
     weights, held = _weights_bytes(info, n_on_gpu)
@@ -83,7 +83,7 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
 
 
 def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
-    """Return how many layers GPUs get: the last ones, of which the output is the very last."""
+    """Return how many layers go to GPUs: the last ones, with the output as the very last."""
     if options.get("rpc"):
         return 0  # workers get layers first: how many this machine keeps is not known
     n = options.get("n_gpu_layers", -1)
@@ -91,7 +91,7 @@ def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
 
 
 def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
-    """Return the bytes of the weights in the system's memory, and in that of GPUs."""
+    """Return the bytes of the weights in system memory and in GPU memory."""
     first = info.n_layer + 1 - n_on_gpu
     on_gpu, has_output = 0, False
     for tensor in info.tensors if n_on_gpu else ():

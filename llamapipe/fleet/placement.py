@@ -1,4 +1,4 @@
-"""Where processes compute: which cores, which GPUs. Open it to change how workers share a machine."""
+"""Chooses the cores and GPUs of processes. Open it to change how workers share a machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Placement:
 
 
 def placements(n: int | None, use_gpus: bool) -> list[Placement]:
-    """Return where ``n`` workers compute; None: one for each GPU or, without GPUs, for each NUMA node.
+    """Return where ``n`` workers compute; None: one worker per GPU or, without GPUs, per NUMA node.
 
     Workers get disjoint cores. With fewer workers than GPUs each gets several; with more, they share them. Raises
     ValueError if there are fewer cores than workers, OSError if the native libraries cannot be loaded.
@@ -61,7 +61,7 @@ def gpu_names() -> list[str]:
 
 
 def free_gpu_memory() -> int:
-    """Return the free bytes of the GPUs with dedicated memory, together; 0 if there are none.
+    """Return the total free bytes of the GPUs with dedicated memory; 0 if there are none.
 
     Raises OSError if that fails.
     """
@@ -69,9 +69,9 @@ def free_gpu_memory() -> int:
 
 
 def _gpus() -> list[tuple[str, int]]:
-    """Return the GPUs, and how much of their own memory is free.
+    """Return the names of the GPUs and the free bytes of their own memory.
 
-    Asks another process: a supervisor loads no native code.
+    A child process finds them, because a supervisor loads no native code.
     """
     answer = subprocess.run(
         [*interpreter(), "-c", _LIST_GPUS, str(ROOT)],
@@ -87,7 +87,7 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def print_gpus() -> None:
-    """Print the GPUs as JSON, after a record separator: drivers also print."""
+    """Print the GPUs as JSON after a record separator, because drivers also print."""
     gpus = [device for device in llamapipe.devices() if device.type == "gpu" and not device.is_software]
     entries = [(gpu.name, gpu.memory_free if gpu.has_own_memory else 0) for gpu in gpus]
     sys.stdout.write("\x1e" + json.dumps(entries))

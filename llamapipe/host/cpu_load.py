@@ -42,7 +42,7 @@ class RunDelay:
             raise
 
     def read(self) -> tuple[float, float]:
-        """Return the seconds that the threads ran, and those that they waited for a core, added up since they began."""
+        """Return the total seconds since the threads began: how long they ran, and how long they waited for a core."""
         run_ns = delay_ns = 0
         for file in self._files:
             fields = files.read_at(file, 80, 0).split()
@@ -246,7 +246,7 @@ class CoreBudget:
             self.divide()
 
     def divide(self) -> None:
-        """Give fixed members theirs, the others equal parts of what is left, at least one thread each. Locked."""
+        """Divide the cores: fixed members first, the rest in equal parts of at least one. The caller holds the lock."""
         left, flexible = self.n_cores, []
         for member in self.computing:
             if member.n_fixed is None:

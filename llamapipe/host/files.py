@@ -24,7 +24,7 @@ if sys.platform == "win32":
     _LOCK_VIOLATION = 33
 
     class _Place(ctypes.Structure):
-        """OVERLAPPED. A lock keeps others from the bytes that it is on, so it is on one that no file has."""
+        """OVERLAPPED. A lock blocks access to the locked bytes, so it covers a byte that no file has."""
 
         _fields_ = (
             ("internal", ctypes.c_void_p),

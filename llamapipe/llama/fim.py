@@ -156,7 +156,7 @@ def _rounded_up(n: int, step: int) -> int:
 def _cut(
     vocab: Vocab, fim: FimTokens, text: FimText, room: int, step: int
 ) -> tuple[list[int], list[int], list[list[int]], bool]:
-    """Return the tokens before the gap, after it and of other files that fit into ``room``; whether some do not."""
+    """Return the tokens that fit into ``room``: before the gap, after it, other files; and whether text was cut."""
     most = room * _MOST_CHARACTERS
     start = _rounded_up(max(len(text.prefix) - most, 0), step * _MOST_CHARACTERS)
     before = vocab.tokenize(text.prefix[start:], add_special=False)

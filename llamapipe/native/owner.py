@@ -12,7 +12,7 @@ _O = TypeVar("_O", bound="Owner")
 
 
 class Owner(NotCopyable):
-    """Owns something that ``close`` frees. ``with`` closes it; a ResourceWarning names one that was never closed."""
+    """An object that must be closed; ``with`` closes it. A ResourceWarning names an object that never was."""
 
     __slots__ = ()
 

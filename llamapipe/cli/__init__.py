@@ -1,8 +1,8 @@
 """The ``llamapipe`` command.
 
-Each command is a module with ``DESCRIPTION``, ``add_arguments`` and ``run``, and a line of ``_COMMANDS`` here. Options
-that several commands have are in ``options``. ``main`` parses the command line, runs the command and turns errors into
-one message and an exit status. ``lm_eval`` is another program, ``llamapipe-lm-eval``.
+Each command is a module with ``DESCRIPTION``, ``add_arguments`` and ``run``, and has a line in ``_COMMANDS`` here.
+Options that several commands share are in ``options``. ``main`` parses the command line, runs the command and turns
+errors into one message and an exit status. ``lm_eval`` is another program, ``llamapipe-lm-eval``.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ colours: only on a terminal, and only if NO_COLOR is not set"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return the exit status.
+    """Run the command line `argv` (default: the process's own) and return the exit status.
 
-    0: done, and of ``serve``: ended by Ctrl-C or SIGTERM, also while a model loads; 1: failed, with one message on
+    0: done, or ``serve`` was ended by Ctrl-C or SIGTERM, even while a model loads; 1: failed, with one message on
     stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader of the output closed it, as with ``| head``.
     """
     if sys.stdout is None:  # started with a closed stdout: discard the output
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Add what ``args.argv`` says to ``args`` and run its command."""
+    """Parse ``args.argv`` into ``args`` and run its command."""
     try:
         _parser(args.argv).parse_args(args.argv, args)
     except SystemExit as stop:  # argparse printed its help or its message
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _warnings_that_name(options: Container[str]) -> Iterator[None]:
-    """Let warnings of the library name the command's options, as errors do."""
+    """Make the library's warnings name the command's options, as errors do."""
 
     def name(record: logging.LogRecord) -> bool:
         record.msg, record.args = with_flags(record.getMessage(), options), ()
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Make the parser of a command line; by default, and for ``completion``, one that knows all commands' options."""
+    """Make the parser of a command line. By default, and for ``completion``, it knows all commands' options."""
     parser = _Parser(
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
@@ -191,7 +191,7 @@ def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _text(error: Exception) -> str:
-    """Return the message of an error; for one of the system the file and what is wrong, without Python's number."""
+    """Return an error's message; for an OSError, the file and the reason, without the error number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,6 +1,6 @@
-"""``llamapipe batch --follow``: the progress of a batch of a running server, or of a job of another process here.
+"""``llamapipe batch --follow``: the progress of a running server's batch, or of a job in another local process.
 
-Both are looked at now and then; nothing is kept from working.
+Both are polled now and then, which does not disturb them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BATCH = "batch_"  # with which the ids of a server's batches begin
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Show the progress until the end. Return the exit status: 1 if a request failed, or not all have results."""
+    """Show the progress until the end. Return the exit status: 1 if a request failed or has no result."""
     if args.input is None:
         raise UsageError("--follow needs the id of a batch of a server, or IN and -o OUT of a job")
     if args.output is not None:
@@ -78,14 +78,14 @@ def _follow_job(source: Path, output: Path) -> int:
 
 
 class _Counted:
-    """The lines of a file that grows."""
+    """The number of lines in a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._n = self._n_bytes = 0
 
     def count(self) -> int:
-        """Return how many results there are now; 0 if there is no file."""
+        """Return the current number of results; 0 if there is no file."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._n_bytes:  # it was begun anew
@@ -108,7 +108,7 @@ class _Line:
         self._news: str | None = None
 
     def show(self, text: str, news: str | None = None) -> None:
-        """Show the state. Where ``news`` has changed, it is written at once."""
+        """Show the state. If ``news`` has changed, it is written at once."""
         if self.terminal.redraws:
             self.terminal.write(f"\r\x1b[2K{text}")
         elif time.perf_counter() >= self._next_s or news != self._news:

@@ -1,7 +1,7 @@
-"""Whether guesses pay for a file of prompts: ``llamapipe bench --prompts FILE``.
+"""Measures whether guesses pay off for a file of prompts: ``llamapipe bench --prompts FILE``.
 
-The same records are answered without guesses and with them, in turn, with the same seeds: so both compute the same
-texts, and what differs is time. An engine stops guessing where steps get slower; then both are as fast as each other.
+The same records are answered alternately with and without guesses, with the same seeds, so both ways compute the same
+texts and only the time differs. An engine stops guessing if steps get slower; then both ways are equally fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAYS = 1.03  # times as fast; less is noise
 
 @dataclass(frozen=True)
 class Guessed:
-    """Medians for ``n`` requests at once: tokens per second without and with guesses, and guesses of one round."""
+    """Medians for ``n`` concurrent requests: tokens per second without and with guesses, and one round's guesses."""
 
     n: int
     plain: float
@@ -36,12 +36,12 @@ class Guessed:
 
     @property
     def gain(self) -> float:
-        """How many times as fast guesses make it."""
+        """The speedup from guesses."""
         return self.guessed / self.plain
 
 
 def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: int, folder: Path) -> Guessed:
-    """Answer the records, ``n`` at once, without guesses and with them. Raises ValueError if a record fails."""
+    """Answer the records, ``n`` at once, with and without guesses. Raises ValueError if a record fails."""
 
     def seconds(speculate: Literal["off"] | None) -> tuple[float, int]:
         params = lp.SamplingParams(max_tokens=max_tokens, seed=1, cache=False, speculate=speculate)
@@ -73,7 +73,7 @@ def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: in
 
 
 def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None:
-    """Show the table, and what follows from it. ``why_none``: why the engine guesses nothing, if it does not."""
+    """Show the table and the verdict. ``why_none``: why the engine does not guess, if it does not."""
     terminal.line(
         terminal.style(" requests   without guesses      with guesses   times   right guesses", "dim")
     )
@@ -100,7 +100,7 @@ def verdict(measured: Sequence[Guessed], why_none: str) -> str:
 
 
 def as_json(measurement: Guessed) -> str:
-    """Return the measurement as a line for programs."""
+    """Return the measurement as one line of JSON."""
     return json.dumps(
         {
             "n": measurement.n,

@@ -1,7 +1,7 @@
-"""Reports on a model for ``llamapipe doctor -m FILE``: what the file is, whether and how it fits, how to serve it.
+"""Reports on a model for ``llamapipe doctor -m FILE``: the file's facts, whether it fits, and how to serve it.
 
-``look_at`` runs in the doctor's child process. It reads the head of the file and the vocabulary, no weights.
-``findings_of`` puts its result into words.
+``look_at`` runs in the doctor's child process. It reads the file's header and vocabulary, but no weights.
+``findings_of`` puts the result into words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHARE = 0.8
 
 @dataclass(frozen=True)
 class Finding:
-    """One line that the doctor prints. `fix`: what to do if it is not `ok`, or could be better."""
+    """One line that the doctor prints. `fix`: what to do if the finding is not `ok` or could be better."""
 
     name: str
     ok: bool
@@ -123,7 +123,7 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
 
 
 def _template(model: lp.Model) -> dict[str, Any]:
-    """Return whether the model can chat, and what its template has; None: not known."""
+    """Return whether the model can chat, and what its template supports; None if not known."""
     from llamapipe.cli.options import template_problem
 
     try:
@@ -141,9 +141,10 @@ def _template(model: lp.Model) -> dict[str, Any]:
 
 
 def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
-    """Return whether messages may have images, and sounds; the files of projectors that were found, and their size.
+    """Return whether messages may have images and audio, and the projector files found, with their size.
 
-    ``image_tokens``: the fewest and the most that an image has, null for no limit; null where none can be set.
+    ``image_tokens``: the fewest and the most tokens of an image, each null without a limit; null if limits cannot be
+    set.
     """
     from llamapipe.gguf.mmproj import mmproj_beside
 
@@ -160,7 +161,7 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
 
 
 def _memory(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return free memory, and how many slots fit beside the weights by context; on the host if there is no GPU."""
+    """Return free memory (on the host if there is no GPU), and how many slots fit beside the weights, by context."""
     import llamapipe as lp
     from llamapipe.host.memory import free_memory
 
@@ -177,7 +178,7 @@ def _memory(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(facts: dict[str, Any], name: str) -> str | None:
-    """Return the command that serves the model on this machine; None if it does not fit, or none does."""
+    """Return the command that serves the model on this machine; None if it does not fit or there is no such command."""
     if not facts["is_served"]:
         return None
     if not facts["generates"]:
@@ -197,7 +198,7 @@ def suggestion(facts: dict[str, Any], name: str) -> str | None:
 
 
 def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
-    """Yield the facts in words, and what is wrong. ``name``: what the user called the model."""
+    """Yield the facts and the problems in words. ``name``: the user's name for the model."""
     size = f"{size_text(facts['size_bytes'])}{f' in {n} files' if (n := facts['n_parts']) > 1 else ''}"
     title = f"{facts['title']}: " if facts["title"] else ""
     about = f"{title}{facts['architecture']}, {_count(facts['n_params'])} parameters, {size}"
@@ -341,7 +342,7 @@ def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
 
 
 def _cells(facts: dict[str, Any]) -> str:
-    """Return what a token takes, and how much of it in layers that may forget it."""
+    """Return the memory that a token takes, and how much of it is in layers that may forget the token."""
     kv, in_windows = facts["kv_bytes_per_token"], facts["kv_window_bytes_per_token"]
     if not in_windows:
         return f"{size_text(kv)} for each token of a context (f16)"

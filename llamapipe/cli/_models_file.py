@@ -1,7 +1,7 @@
-"""Reads the models of ``llamapipe serve --models``: folders of GGUF files, TOML files that list models, stores.
+"""Reads the models of ``llamapipe serve --models``: folders of GGUF files, TOML files that list models, and stores.
 
-``entries_of`` reads the lists and checks them; of files in a folder, only the first bytes are read. ``look`` finds out
-what loading one needs: its file, whether it embeds or generates, and the memory that its process will take.
+``entries_of`` reads and checks the lists; it reads only the first bytes of files in a folder. ``look`` finds out what
+loading a model needs: its file, whether it embeds or generates, and the memory that its process will take.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PROCESS_BYTES = 110 * 2**20  # of the interpreter and its libraries
 
 
 def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[ModelEntry]:
-    """Return the models of all sources. ``may_be_empty``: clients may add some. Raises UsageError, OSError."""
+    """Return the models of all sources. ``may_be_empty``: clients may add models. Raises UsageError, OSError."""
     entries = [entry for source in sources for entry in _entries(source)]
     if not entries and not may_be_empty:
         raise UsageError(f"--models: there are no models in {listed(sources)}")
@@ -114,7 +114,7 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
 
 
 def _accompanies(file: Path) -> bool:
-    """Return whether a file is an adapter, a control vector, a projector or an importance matrix, and so no model."""
+    """Return whether a file is no model but an adapter, control vector, projector or importance matrix."""
     texts = first_texts(file)
     architecture = texts.get("general.architecture")
     return texts.get("general.type", "model") != "model" or architecture in ("clip", "controlvector")
@@ -164,19 +164,19 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
 
 
 def _place(file: str, folder: Path) -> str:
-    """Return a file beside the list, or a name of the hub or of Ollama's store."""
+    """Return a path relative to the list's folder; names of the hub or of Ollama's store are unchanged."""
     return file if file.startswith(("hf:", OLLAMA)) else str(folder / file)
 
 
 def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
-    """Return a table of names and files, as the command line would have ``NAME=FILE``."""
+    """Return a table of names and files as the command line's ``NAME=FILE`` would be parsed."""
     if not isinstance(value, dict) or not all(isinstance(file, str) and file for file in value.values()):
         raise UsageError(f'{where} must be a table of names and files, such as {{ style = "style.gguf" }}')
     return [(name, str(folder / file)) for name, file in value.items()]
 
 
 def _value(where: str, name: str, value: Any, folder: Path) -> Any:
-    """Return an option's value, as the command line would have it."""
+    """Return an option's value as the command line would parse it."""
     if name in _FILES:
         if not isinstance(value, str):
             raise UsageError(f"{where} must be text, the name of a GGUF file")
@@ -213,7 +213,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
 
 # ---- what a load needs
 async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
-    """Find out what a load needs. ``common``: options of the command line. Raises OSError, ValueError.
+    """Find out what a load needs. ``common``: command-line options for all models. Raises OSError, ValueError.
 
     ``has_gpus``: there are GPUs with dedicated memory.
     """
@@ -221,7 +221,7 @@ async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
 
 
 def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
-    """Find out the same, waiting; a file of the hub is downloaded if need be."""
+    """Do the work of ``look``, blocking; a file of the hub is downloaded if necessary."""
     placement = {name: common[name] for name in _PLACEMENT if name in common}
     options = {**(placement if entry.embeds else common), **entry.options}
     extra: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def _projector(mmproj: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojI
 
 
 def sees_images(entry: ModelEntry) -> bool:
-    """Return whether a model is given, by its file, a projector for images. A load tells what cannot be read."""
+    """Return whether a model has a projector for images. Files that cannot be read are left to the load to report."""
     mmproj = entry.options.get("mmproj", "auto")
     if mmproj in ("auto", "off") or str(mmproj).startswith("hf:"):
         return False
@@ -280,14 +280,14 @@ def sees_images(entry: ModelEntry) -> bool:
 
 
 def _takes(projector: MmprojInfo | None) -> tuple[str, ...]:
-    """Return what messages for the model may have."""
+    """Return the kinds of content that messages for the model may have."""
     if projector is None:
         return ("text",)
     return ("text", *["image"] * projector.sees, *["audio"] * projector.hears)
 
 
 def _details(texts: dict[str, str], info: GgufInfo) -> dict[str, Any]:
-    """Return what Ollama's lists say about a model."""
+    """Return a model's details for Ollama's lists."""
     family = info.architecture
     return {
         "parent_model": "",

@@ -2,17 +2,17 @@
 
 Open this file to change when a model is loaded and when it ends.
 
-The process of a model is a worker: see ``worker``. It has one model and ends with it, so a crash costs only the
-requests of this model, and all memory returns to the system.
+A model's process is a worker: see ``worker``. It has one model and ends with it, so a crash affects only this model's
+requests, and all memory returns to the system.
 
-A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and all further
-requests wait for that. A failed load is remembered with its reason for a few seconds, so that a client that retries
-does not load in a loop.
+A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and later requests
+wait for the same load. The reason of a failed load is remembered for a few seconds, so that a client that retries does
+not load in a loop.
 
-A load needs room. Idle models end, the least recently used first, never one that has a request or is pinned; the load
-begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has a
-request never does: after some seconds it gets no further ones, answers those that it has, and ends. ``budget`` has
-this rule. A load that waits for room is given up when its last client hangs up.
+A load needs room. Idle models are ended, the least recently used first, but never one that has a request or is pinned;
+the load begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has
+a request never becomes idle: after some seconds it gets no new requests, answers the ones it has, and ends. ``budget``
+has this rule. A load that waits for room is given up when its last client hangs up.
 
 On the event loop's thread.
 """
@@ -70,11 +70,11 @@ class ModelState(enum.Enum):
 class PooledModel:
     """One model of a pool. Only the pool changes it.
 
-    ``copies``: further names, which clients gave it until the server ends. ``n_users``: requests that it has, or that
-    wait for it. ``n_running``: those that it has. ``ttl_s``: seconds until it ends without a request; None: never.
-    ``expires_at``: when that is, by ``monotonic``. ``failure``: why its last load or process ended. ``load_s``: how
-    long the last load took; ``loaded_at``: when it ended. ``memory``: what it takes; nothing while it is unloaded.
-    ``measured_bytes``: the most of the system's memory that its processes took.
+    ``copies``: more names, which clients gave it until the server ends. ``n_users``: the number of requests that it is
+    answering or that wait for it. ``n_running``: the number that it is answering. ``ttl_s``: seconds without a request
+    until it ends; None: never. ``expires_at``: the time of that end, by ``monotonic``. ``failure``: why its last load
+    or process ended. ``load_s``: how long the last load took; ``loaded_at``: when it finished. ``memory``: the memory
+    it takes; nothing while unloaded. ``measured_bytes``: the most system memory that its processes have taken.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -113,26 +113,27 @@ class PooledModel:
 
     @property
     def embeds(self) -> bool | None:
-        """Whether it embeds or ranks texts instead of generating them; None: not known yet."""
+        """Whether it embeds or ranks texts instead of generating them; None if not known yet."""
         return self.entry.embeds if self.facts is None else self.facts.embeds
 
     @property
     def progress(self) -> float:
-        """How much of it is loaded, from 0 to 1."""
+        """The fraction that is loaded, from 0 to 1."""
         return 0.0 if self.process is None else self.process.progress
 
     def patience_s(self, waited_s: float) -> float:
-        """Return the seconds until it may end for another model that has waited so long.
+        """Return the seconds until it may end for a model that has waited ``waited_s``.
 
-        0: now; infinity: not by waiting. One with requests may not end before it has been loaded for a while either.
-        Otherwise two models that exceed the memory together would end each other before a request is answered.
+        0 means now, and infinity means that waiting does not help. A model with requests also may not end before it has
+        been loaded for a while. Otherwise two models that do not fit together would end each other before a request is
+        answered.
         """
         if self.state is not ModelState.LOADED or self.entry.keep:
             return math.inf
         return max(_PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
 
     def tenure(self, waited_s: float) -> Tenure:
-        """Return what it holds, and whether it may end for another model that has waited so long."""
+        """Return the memory it holds, and whether it may end for a model that has waited ``waited_s``."""
         used_at = math.inf if self.n_users else self.used_at
         return Tenure(self.memory, used_at, self.patience_s(waited_s) == 0.0)
 
@@ -143,12 +144,13 @@ Look = Callable[[ModelEntry], Coroutine[Any, Any, FileFacts]]
 class Pool:
     """The models of one server.
 
-    ``entries``: what may be loaded. ``command``: starts a process, with ``--worker OPTIONS`` after it. ``look``: finds
-    out what a load needs, downloads the file if need be, and raises OSError or ValueError if there is none. ``budget``:
-    memory that all processes together may take; None: any. ``folder``: where models that are ended keep their cached
-    prefixes until they are loaded again, each in a folder; None: nowhere. ``cache_dir``: the option of the command
-    line, for models whose entry has no other; with it the pool keeps nothing. ``n_requests``: for so many it tells
-    where their time went. Raises ValueError for a name that two models have.
+    ``entries``: the models that may be loaded. ``command``: starts a process when ``--worker OPTIONS`` is appended.
+    ``look``: finds out what a load needs, downloads the file if necessary, and raises OSError or ValueError if there is
+    no file. ``budget``: memory that all processes together may take; None: no limit. ``folder``: the parent of the
+    folders in which ended models keep their cached prefixes until they are loaded again; None: they are not kept.
+    ``cache_dir``: the command-line option, for models whose entry does not set it; with it the pool keeps nothing.
+    ``n_requests``: how many requests have an entry about where their time went. Raises ValueError if two models have
+    the same name.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class Pool:
         return f"<Pool n_models={len(self.models)} n_loaded={n_loaded}>"
 
     def find(self, name: str) -> PooledModel:
-        """Return the model of a name, with or without ``:latest``. Raises ApiError 404."""
+        """Return the model with this name, with or without ``:latest``. Raises ApiError 404."""
         model = self.get(name)
         if model is not None:
             return model
@@ -200,12 +202,12 @@ class Pool:
         )
 
     def get(self, name: str) -> PooledModel | None:
-        """Return the model of a name, if there is one."""
+        """Return the model with this name, if there is one."""
         known = (name, name.removesuffix(_LATEST), name + _LATEST)
         return next((self._by_name[form] for form in known if form in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
-        """Look at the files of this machine that are not known yet. If one is bad, its load reports that."""
+        """Read the local files that are not known yet. If a file is bad, its load reports that."""
         for model in models:
             async with model._looking:
                 if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
@@ -214,7 +216,7 @@ class Pool:
 
     @property
     def used(self) -> Memory:
-        """The memory of all processes that there are."""
+        """The memory of all current processes."""
         return total(model.memory for model in self._all)
 
     @property
@@ -223,9 +225,9 @@ class Pool:
 
     # ---- watching
     async def news(self, seen: int) -> int | None:
-        """Wait until states, names or the progress of a load have changed. None: the server ends.
+        """Wait until states, names or the progress of a load have changed. None if the server is ending.
 
-        ``seen``: what this returned before, at first 0. Changes since then count as one.
+        ``seen``: the previous result, at first 0. All changes since then count as one.
         """
         while self._n_news == seen and not self._is_ending:
             self._news.clear()
@@ -250,10 +252,10 @@ class Pool:
     async def lease(
         self, model: PooledModel, ttl_s: float | EllipsisType | None = ...
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """Keep a model from being ended. Await the task, which is done when the model is loaded.
+        """Keep a model from being ended in the block. Yields a task that is done when the model is loaded.
 
-        ``ttl_s``: how long the model stays after this request, instead of what its entry says. The task raises ApiError
-        if the model cannot be loaded.
+        ``ttl_s``: how long the model stays loaded after this request, instead of its entry's time. The task raises
+        ApiError if the model cannot be loaded.
         """
         model.n_users += 1
         model.ttl_s = model.entry.ttl_s if ttl_s is ... else ttl_s
@@ -320,9 +322,9 @@ class Pool:
             model._upstreams.put_back(upstream)
 
     async def has_ended(self, model: PooledModel, process: WorkerProcess | None) -> bool:
-        """Return whether a process that closed a connection has ended; wait for that a while.
+        """Return whether a process that closed a connection has ended, after waiting for a while.
 
-        None: it was gone already.
+        A ``process`` of None was gone already.
         """
         if process is None:
             return True
@@ -334,7 +336,7 @@ class Pool:
 
     # ---- loads
     def load(self, model: PooledModel) -> asyncio.Task[None]:
-        """Load a model, also after a failure. The task raises ApiError."""
+        """Load a model, even after a failure. The task raises ApiError."""
         if model._loading is None and model.state is not ModelState.LOADED:
             model.failure = None
         return self._tasks.start(self._load_once(model))
@@ -377,7 +379,7 @@ class Pool:
             self._signal()
 
     def _measure(self, model: PooledModel) -> None:
-        """Count the memory that the process has taken, if it is more than its file promised."""
+        """Count the memory that the process has taken, if it is more than was estimated from its file."""
         if model.process is not None and model.state is not ModelState.UNLOADED:
             n_bytes = max(model.memory.n_bytes, resident_bytes(model.process.pid))
             model.memory = Memory(n_bytes, model.memory.gpu_bytes)
@@ -411,20 +413,21 @@ class Pool:
             raise _cannot_load(model, why)
 
     def _operators_folder(self, model: PooledModel) -> Path | None:
-        """Return where the operator wants a model's cached prefixes to be."""
+        """Return the operator's folder for a model's cached prefixes."""
         folder = model.entry.options.get("cache_dir", self._cache_dir)
         return None if folder is None else Path(folder).expanduser()
 
     def _private_folder(self, model: PooledModel) -> Path | None:
-        """Return where a model's cached prefixes are while it is not loaded, unless the operator has given a folder."""
+        """Return the folder for an unloaded model's cached prefixes, unless the operator has chosen one."""
         if self._folder is None or self._operators_folder(model) is not None:
             return None
         return self._folder / sha256(model.name.encode()).hexdigest()
 
     async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Forget cached prefixes that an ended model has left, of the wanted keys. Raises OSError.
+        """Delete the cached prefixes with wanted keys that an ended model has left. Raises OSError.
 
-        In a folder that models share, also those of the other models: only an engine can tell its own files.
+        If models share a folder, other models' prefixes are deleted as well: only an engine can tell which files are
+        its own.
         """
         if model._unloading is not None:
             await asyncio.wait([model._unloading])
@@ -514,7 +517,7 @@ class Pool:
             self._signal()
 
     def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
-        """Set how long a model stays without a request; None: forever."""
+        """Set how long a model stays loaded without a request; None: forever."""
         model.ttl_s = ttl_s
         if not model.n_users:
             self._expire_later(model)
@@ -534,17 +537,17 @@ class Pool:
 
     # ---- the whole
     def start(self) -> None:
-        """Load the models that are wanted at the start, and look at the files of all."""
+        """Load the models to preload, and read the files of all models."""
         self._tasks.start(self.identify(self.models))
         for model in self.models:
             if model.entry.preload and model.state is ModelState.UNLOADED:
                 self.load(model).add_done_callback(_log_failure)
 
     def replace(self, entries: Sequence[ModelEntry]) -> None:
-        """Serve these models from now on. Those whose process would be the same stay loaded.
+        """Serve these models from now on. Models whose process would be the same stay loaded.
 
-        The others answer the requests that they have, and end. Models and names that clients added stay, unless the
-        name is among the new ones. Raises ValueError for a name that two models have; then nothing changes.
+        The others answer their requests and end. Models and names that clients added stay, unless a new model has the
+        name. Raises ValueError, and changes nothing, if two models have the same name.
         """
         before = {model.name: model for model in self.models}
         taken = taken_names(entries)
@@ -572,7 +575,7 @@ class Pool:
         self.start()
 
     def add(self, entry: ModelEntry) -> None:
-        """Serve one more model, that a client downloaded, or one that is served by further names.
+        """Serve one more model, which a client downloaded, or a known model under more names.
 
         Raises ValueError for a name that another model has.
         """
@@ -583,7 +586,7 @@ class Pool:
         self.replace(entries)
 
     def copy(self, model: PooledModel, name: str) -> None:
-        """Give a model one more name, until the server ends; a name that clients gave another one is moved.
+        """Give a model one more name until the server ends. A name that clients gave another model is moved.
 
         Raises ApiError 400, 403.
         """
@@ -610,7 +613,7 @@ class Pool:
         self._tell()
 
     def forget(self, name: str) -> bool:
-        """Take a name back that ``copy`` gave. False if it is no such name."""
+        """Remove a name that ``copy`` gave. False if there is no such name."""
         name = name.removesuffix(_LATEST)
         model = self._by_name.get(name)
         if model is None or name not in model.copies:
@@ -658,7 +661,7 @@ class Pool:
             await self._next_change()
 
     def stop_tools(self) -> None:
-        """End the calls of tools that run in the processes."""
+        """End the tool calls that run in the processes."""
         for model in self._all:
             if model.process is not None:
                 model.process.stop_tools()
@@ -681,19 +684,19 @@ class Pool:
         return self._totals.with_live(labelled(process.families, model=model.name) for model, process in live)
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of the last requests to all models went, the newest first."""
+        """Return where the time of the most recent requests to all models went, the newest first."""
         return self._totals.requests_with(
             process.requests for _, process in await self._refreshed("requests")
         )
 
     async def _refreshed(self, about: Subject) -> list[tuple[PooledModel, WorkerProcess]]:
-        """Return the models that have a process, after these were asked; those that end now are not among them."""
+        """Ask the models' processes and return the models with a process, without those that are ending."""
         asked = [model.process for model in self._all if model.process is not None]
         await asyncio.gather(*(process.refresh(_SCRAPE_S, about) for process in asked))
         return [(model, model.process) for model in self._all if model.process is not None]
 
     def _process_changed(self) -> None:
-        """Close connections that a process could not take, for want of descriptors or because it has ended.
+        """Close connections that a process could not take because it had no descriptors left or has ended.
 
         Their requests are answered 503.
         """
@@ -740,6 +743,6 @@ def _unloaded(model: PooledModel) -> ApiError:
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Retrieve the exception, so that asyncio does not log it: its reason is in the log already."""
+    """Retrieve the exception, so that asyncio does not log it; the reason is in the log already."""
     if not task.cancelled():
         task.exception()

@@ -1,10 +1,10 @@
-"""Several processes of one model on one port, as ``llamapipe serve --workers`` runs them.
+"""Several processes with the same model on one port, as ``llamapipe serve --workers`` runs them.
 
-The supervisor loads no model. It accepts connections and hands each one to the worker with the fewest.
+The supervisor loads no model. It accepts connections and hands each to the worker with the fewest connections.
 
-A worker ends in one of three ways. Its process ends: its place starts the next one, later after each short life. It is
-replaced, on SIGHUP: when the replacement is ready, the old one retires, then comes the next place. Or the server stops:
-all drain, a second signal cancels them, a third kills them.
+A worker ends in one of three ways. If its process ends, its slot starts the next one, with a longer delay after each
+short life. On SIGHUP workers are replaced one by one: when the replacement is ready, the old worker retires. If the
+server stops, all workers drain; a second signal cancels them, and a third kills them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _ACCEPT_PAUSE_S = 0.1  # after a connection could not be accepted for want of de
 
 
 class Backoff:
-    """Waits twice as long after each short life of a worker. Pure.
+    """The delay before a restart, which doubles after each short life of a worker. Pure.
 
-    ``first_s``, ``most_s``: the first and the longest delay. ``long_s``: after a worker that served this long the next
-    one starts at once. ``n_attempts``: workers in a row that ended before they were ready, until there is no other.
+    ``first_s``, ``most_s``: the first and the longest delay. ``long_s``: after a worker that served this long, the next
+    one starts at once. ``n_attempts``: how many workers in a row may end before they are ready; then no other one
+    starts.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Backoff:
         return f"<Backoff n_short={self._n_short} n_failed={self._n_failed}>"
 
     def delay_s(self, served_s: float | None) -> float | None:
-        """Return the seconds until the next start, after a worker that served for ``served_s``; None: it was not ready.
+        """Return the delay after a worker that served for ``served_s`` seconds; None: it was never ready.
 
         Returns None if there should be no further attempt.
         """
@@ -68,7 +69,7 @@ class Backoff:
 
 
 class WorkerFailedError(LlamapipeError):
-    """A worker cannot serve. ``is_usage``: because an option is wrong."""
+    """A worker cannot serve. ``is_usage``: the reason is a wrong option."""
 
     def __init__(self, message: str, is_usage: bool = False) -> None:
         super().__init__(message)
@@ -76,7 +77,7 @@ class WorkerFailedError(LlamapipeError):
 
 
 class _Slot:
-    """The place of one worker: the one that is there now, and when the next one may start."""
+    """The place of one worker: the current worker, and when the next one may start."""
 
     def __init__(self, index: int, placement: Placement, backoff: Backoff) -> None:
         self.index = index
@@ -88,9 +89,9 @@ class _Slot:
 class Supervisor:
     """Workers on one port. For the main thread, whose signals it handles while it runs.
 
-    ``command``: starts a worker, with ``--worker OPTIONS`` after it. ``listener``: a socket that listens.
-    ``announce``: called once, when all workers are ready. ``n_requests``: how many ``/requests`` shows. ``backoff``:
-    makes the rule of restarts for each worker.
+    ``command``: starts a worker when ``--worker OPTIONS`` is appended. ``listener``: a listening socket. ``announce``:
+    called once, when all workers are ready. ``n_requests``: how many requests ``/requests`` shows. ``backoff``: makes
+    the restart rule of each worker.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Supervisor:
         return worker
 
     async def _bury(self, worker: WorkerProcess) -> None:
-        """Keep what a worker leaves: what it told last, and connections that it did not take."""
+        """Keep what a worker leaves: its last report, and the connections that it did not take."""
         await worker.ended.wait()
         self._alive.discard(worker)
         self._totals.keep(worker.families, worker.requests)
@@ -173,7 +174,7 @@ class Supervisor:
         self._changed()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Start a slot's worker, and the next one whenever it ends."""
+        """Start a slot's worker, and start the next one whenever it ends."""
         worker = slot.worker = self._start(slot)
         while True:
             await worker.ended.wait()
@@ -260,7 +261,7 @@ class Supervisor:
             connection.close()
 
     def _changed(self) -> None:
-        """Do what follows from another state of a worker."""
+        """React to a change in a worker's state."""
         here = [worker for slot in self._slots if (worker := slot.worker) is not None]
         counts = sum(worker.state is State.READY for worker in here), len(self._slots)
         if counts != self._counts:
@@ -274,7 +275,7 @@ class Supervisor:
 
     # ---- connections
     def _accept_or_not(self) -> None:
-        """Watch the listening socket while a worker can take a connection; meanwhile they wait in the kernel."""
+        """Watch the listening socket while a worker can take a connection; otherwise connections wait in the kernel."""
         loop = asyncio.get_running_loop()
         for alive in self._alive:
             self._homeless += alive.refused
@@ -369,7 +370,7 @@ def supervise(
     announce: Callable[[], None],
     n_requests: int,
 ) -> None:
-    """Run workers, which are the command ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
+    """Run workers, which execute ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
 
     For the main thread. Raises WorkerFailedError, OSError.
     """

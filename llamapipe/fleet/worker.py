@@ -1,6 +1,6 @@
-"""A process of a fleet, from the inside: it serves the connections that it is given.
+"""The code that runs in a process of a fleet: it serves the connections that it is given.
 
-It also asks the process that started it about the others.
+It also asks the process that started it about the other processes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a conne
 class Worker:
     """One worker's link to its supervisor.
 
-    Make it before the model is loaded: from then on the process ends when its supervisor does; once it is serving, it
-    drains first. ``n_ready``, ``n_workers``: the server's, as the supervisor reported last. ``keeps_cache``: what
-    follows it should find the cached prefixes.
+    Create it before the model is loaded. From then on the process ends when its supervisor does; once it is serving, it
+    drains first. ``n_ready``, ``n_workers``: the server's numbers of workers, as last reported by the supervisor.
+    ``keeps_cache``: save cached prefixes for the process that comes next.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -77,7 +77,7 @@ class Worker:
         return f"<Worker {self.options.index}>"
 
     def _watch(self) -> None:
-        """End the process if the supervisor ends while a model is loaded; a load cannot be interrupted otherwise."""
+        """End the process if the supervisor ends during a load, which cannot be interrupted otherwise."""
         poll = select.poll()
         poll.register(self._connections, 0)  # only the hang-up, which poll() always reports
         poll.poll()
@@ -85,7 +85,7 @@ class Worker:
             os._exit(1)
 
     async def start(self, server: WorkerServer, metrics: Metrics) -> None:
-        """Say that this worker is ready, and take connections from now on."""
+        """Report that this worker is ready, and take connections from now on."""
         self._server = server
         self._metrics = metrics
         self._messages = await Messages.open(socket.socket(fileno=self.options.messages))
@@ -95,7 +95,7 @@ class Worker:
         asyncio.get_running_loop().add_reader(self._connections, self._read)
 
     async def finish(self) -> None:
-        """Tell the last metrics and requests; the supervisor gives nothing more."""
+        """Report the last metrics and requests; the supervisor sends no more connections."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
@@ -105,7 +105,7 @@ class Worker:
         self._task.cancel()
 
     def fail(self, message: str) -> None:
-        """End this worker, which can answer nothing any longer; the supervisor starts the next one if need be."""
+        """End this worker, which can no longer answer; the supervisor starts another one if necessary."""
         if not self._has_failed:
             self._has_failed = True
             self._messages.send("failed", message=message, is_usage=False)
@@ -117,16 +117,16 @@ class Worker:
         self._messages.send("leaving")
 
     async def text(self) -> bytes:
-        """Return the metrics of all workers; those of this one if the supervisor does not answer."""
+        """Return the metrics of all workers, or of this worker if the supervisor does not answer."""
         families = await self._ask("families")
         if families is None:
             return await asyncio.to_thread(self._metrics.text)
         return rendered(Family(*family) for family in families)
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of the last requests to all workers went.
+        """Return where the time of the most recent requests to all workers went.
 
-        To this one if the supervisor does not answer.
+        If the supervisor does not answer, return only this worker's requests.
         """
         requests = await self._ask("requests")
         return self._recent() if requests is None else requests
@@ -138,7 +138,7 @@ class Worker:
         return [{**entry, "worker": self.options.index} for entry in entries]
 
     async def _ask(self, about: Subject) -> list[Any] | None:
-        """Ask what all workers tell about a subject. None: the supervisor does not answer."""
+        """Ask for all workers' reports about a subject; None if the supervisor does not answer."""
         self._n_questions += 1
         number = self._n_questions
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
@@ -219,7 +219,7 @@ class Worker:
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:
-    """Return the socket of a descriptor. With the protocol, which not every system tells: see ``bound_socket``."""
+    """Return a descriptor's socket, with the protocol set, which not every system reports: see ``bound_socket``."""
     sock = socket.socket(fileno=descriptor)
     if sock.proto == socket.IPPROTO_TCP:
         return sock
@@ -252,7 +252,7 @@ class WorkerServer(HttpServer):
         self._loop = asyncio.get_running_loop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer the running requests, then tell the last metrics."""
+        """Answer the running requests, then report the last metrics."""
         await super().shutdown(sockets=[])
         await self.worker.finish()
 
@@ -273,7 +273,7 @@ class WorkerServer(HttpServer):
             ended()
 
     def retire(self) -> None:
-        """Answer what comes on the connections that there are, close them as they become idle, and end."""
+        """Answer requests on the open connections, close these as they become idle, and end."""
         if not self._retiring:
             self._retiring = True
             self._tasks.start(self._retire())
@@ -302,7 +302,7 @@ class WorkerServer(HttpServer):
                 connection.shutdown()
 
     def stop(self, cancel: bool) -> None:
-        """Refuse new requests and end when the running ones are answered; ``cancel``: at once."""
+        """Refuse new requests and end when the running ones are answered, or at once if ``cancel``."""
         self.state.draining = self.should_exit = True
         if cancel:
             self.force_exit = True
@@ -318,7 +318,7 @@ def run_worker(
 ) -> None:
     """Serve an engine on the connections that a supervisor gives to this worker. For the main thread.
 
-    ``host``: the address that the supervisor listens on. ``mcp``: its MCP servers.
+    ``host``: the address that the supervisor listens on. ``mcp``: the supervisor's MCP servers.
     """
     application = app(engine, settings, embedder)
     state: ServerState = application.state.llamapipe

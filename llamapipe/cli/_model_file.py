@@ -97,7 +97,7 @@ def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
 
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
-    """Return bytes and number of matrices of products by type, and what computes them on the CPU; the largest first."""
+    """Return the bytes and the number of weight matrices by type, largest first, and whether they can be packed."""
     from llamapipe.gguf.check import tensor_bytes, type_name
     from llamapipe.llama.model import packs_architecture
     from llamapipe.native.load import native

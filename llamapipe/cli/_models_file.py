@@ -269,7 +269,7 @@ def _projector(mmproj: str, info: GgufInfo, texts: Mapping[str, str]) -> MmprojI
 
 
 def sees_images(entry: ModelEntry) -> bool:
-    """Return whether a model has a projector for images. Files that cannot be read are left to the load to report."""
+    """Return whether ``mmproj`` names a local file with an image encoder. A load reports files that cannot be read."""
     mmproj = entry.options.get("mmproj", "auto")
     if mmproj in ("auto", "off") or str(mmproj).startswith("hf:"):
         return False

@@ -1,4 +1,4 @@
-"""Writes to the terminal as far as it can: colours, redrawing, width, characters."""
+"""Writes to the terminal within its abilities: colours, redrawing, width, characters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ASCII = {
 
 
 class Terminal:
-    """A text stream and what may be written to it.
+    """A text stream and its abilities.
 
     Args:
         stream: usually ``sys.stdout``.
@@ -53,13 +53,13 @@ class Terminal:
         return shutil.get_terminal_size((100, 24)).lines
 
     def style(self, text: str, *names: str) -> str:
-        """Return `text` in the named styles (keys: bold, dim and six colours), plain where colours are off."""
+        """Return `text` in the named styles (bold, dim and six colours), or plain if colours are off."""
         if not self.colours or not names or not text:
             return text
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
 
     def symbol(self, character: str) -> str:
-        """Return `character`, or its ASCII stand-in where the stream cannot write it."""
+        """Return `character`, or an ASCII substitute if the stream cannot write it."""
         return character if self._unicode else _ASCII[character]
 
     def clip(self, text: str, n_before: int) -> str:
@@ -69,7 +69,7 @@ class Terminal:
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
 
     def text(self, text: str) -> str:
-        """Return model text that is safe to write: on a terminal, control characters are replaced."""
+        """Return model text made safe to write: on a terminal, control characters are replaced."""
         if not self._stream.isatty() or text.isprintable():
             return text
         return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
@@ -85,7 +85,7 @@ class Terminal:
 
 
 class WordWrap:
-    """Writes text that arrives in pieces, and breaks lines between words where the terminal ends."""
+    """Writes text that arrives in pieces, and wraps it between words at the terminal's width."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -98,7 +98,7 @@ class WordWrap:
         return f"<WordWrap column={self._column}>"
 
     def write(self, text: str, *styles: str) -> None:
-        """Write a piece in the named styles. A change of styles ends the line."""
+        """Write a piece in the named styles. A change of style starts a new line."""
         if styles != self._styles:
             if self._written:
                 self.end()
@@ -147,7 +147,7 @@ class WordWrap:
 
 
 def width(text: str) -> int:
-    """Return the columns that a text takes: two for each wide character, none for those that combine."""
+    """Return how many columns a text takes: two for a wide character, none for a combining one."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
     )

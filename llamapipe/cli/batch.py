@@ -214,7 +214,7 @@ def _requests(
 
 
 class _Shown:
-    """The line of progress, and the closing one."""
+    """The progress line and the closing line."""
 
     def __init__(self, n_records: int | None, can_retry: bool) -> None:
         self._n_records = n_records
@@ -226,7 +226,7 @@ class _Shown:
             self._next_s += _EVERY_S_IN_LOGS
 
     def show(self, progress: BatchSummary) -> None:
-        """Show what was done: twice a second on a terminal, once a minute elsewhere."""
+        """Show the progress: twice a second on a terminal, once a minute elsewhere."""
         now_s = time.perf_counter()
         self._n_done = progress.n_done + progress.n_skipped
         if now_s < self._next_s:
@@ -246,7 +246,7 @@ class _Shown:
             self._terminal.line(line)
 
     def stopped(self, output: Path) -> None:
-        """Say, after Ctrl-C, how the job is continued."""
+        """Say, after Ctrl-C, how to continue the job."""
         if self._terminal.redraws:
             self._terminal.write("\r\x1b[2K")
         of = "" if self._n_records is None else f" of {self._n_records:,}"

@@ -1,4 +1,4 @@
-"""``llamapipe bench``: measures tokens per second and the time to the first token, by the number of requests.
+"""``llamapipe bench``: measures tokens per second and the time to the first token for numbers of requests.
 
 ``LoadRunner`` runs requests with random prompts and takes medians; ``llamapipe tune`` uses it too.
 """
@@ -124,7 +124,7 @@ def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def busy_note() -> str | None:
-    """Return a warning if other work uses the cores now, which slows every step; None if they are free or unknown."""
+    """Return a warning if other work, which slows every step, uses the cores now; None if not, or if unknown."""
     free, n = free_cores(_LOOK_S), usable_cores()
     if free is None or free > n - BUSY_CORES:
         return None
@@ -158,7 +158,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Load:
-    """``n`` requests at the same time, with prompts of ``n_prompt`` tokens, which generate ``n_tokens`` each."""
+    """``n`` concurrent requests with prompts of ``n_prompt`` tokens, which generate ``n_tokens`` each."""
 
     n: int
     n_prompt: int
@@ -169,9 +169,9 @@ class Load:
 class Speed:
     """Medians of a few rounds.
 
-    ``tokens_per_s``: generated tokens of all requests, from the first's submission to the last's end.
-    ``first_token_s``: from the submission to the first token, of the median request. ``n_other_cores``: cores that
-    other processes used meanwhile, on average; 0 where that is unknown.
+    ``tokens_per_s``: generated tokens of all requests, from the first submission to the end of the last request.
+    ``first_token_s``: the time from submission to the first token for the median request. ``n_other_cores``: cores that
+    other processes used during the measurement, on average; 0 if unknown.
     """
 
     tokens_per_s: float
@@ -180,7 +180,7 @@ class Speed:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other work made it slower, most likely."""
+        """Whether other work probably made it slower."""
         return self.n_other_cores > BUSY_CORES
 
 
@@ -192,7 +192,7 @@ def _other_work() -> OtherWork | None:
 
 
 class LoadRunner:
-    """Runs loads on engines of one model; its prompts share nothing, so that no prefix is found in the cache."""
+    """Runs loads on engines of one model. Prompts share no prefix, so that none is found in the cache."""
 
     def __init__(self, model: lp.Model, seed: int = 1) -> None:
         vocab = model.vocab
@@ -203,7 +203,7 @@ class LoadRunner:
         return f"<LoadRunner n_tokens={len(self._tokens)}>"
 
     def measure(self, engine: lp.Engine, load: Load) -> Speed:
-        """Measure the speed of a load, after a short one that warms the engine up."""
+        """Measure the speed of a load, after a short load that warms the engine up."""
         self._run(engine, Load(load.n, min(load.n_prompt, 4), min(load.n_tokens, 8)))
         others = _other_work()
         try:

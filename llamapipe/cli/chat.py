@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Conversation:
-    """Return the conversation that the options begin."""
+    """Return the conversation that the options specify."""
     conversation = Conversation(args.system)
     if args.load is not None:
         if args.system is not None:
@@ -129,7 +129,7 @@ def _begun(args: argparse.Namespace) -> Conversation:
 
 
 def _check_template(model: lp.Model, file: str | None) -> None:
-    """Raise UsageError for a template that was given, InvalidRequestError for a model's own."""
+    """Check the template. Raises UsageError for a given one, InvalidRequestError for the model's own."""
     problem = template_problem(model)
     if problem is None:
         return
@@ -216,7 +216,7 @@ class Session:
                 self._answer_here(entry.text)
 
     def read_lines(self) -> None:
-        """Answer the messages of standard input. Raises what the first failure raises, also that of a command."""
+        """Answer the messages of standard input. Raises the error of the first message or command that fails."""
         self._is_piped = True
         while True:
             try:
@@ -230,7 +230,7 @@ class Session:
                 self.answer(entry.text)
 
     def _answer_here(self, text: Content) -> None:
-        """Answer a message, and show what went wrong. Ctrl-C stops the answer; what was written stays."""
+        """Answer a message, and show any error. Ctrl-C stops the answer; text already written stays."""
         began = time.perf_counter()
         terminal, facts = self._terminal, _Facts()
         try:
@@ -283,7 +283,7 @@ class Session:
             self._say_why(facts)
 
     def _say_why(self, facts: _Facts) -> None:
-        """Note what ended an answer early: for the line below it, or on stderr."""
+        """Report why an answer ended early, in the line below it or on stderr."""
         n = self._params.max_tokens
         if facts.n_tokens == n:
             facts.note = f"ended by the limit of {n} tokens (--max-tokens)"
@@ -293,7 +293,7 @@ class Session:
             self._note(f"the answer was {facts.note}", "dim")
 
     def _make_room(self) -> None:
-        """Hide the oldest turns where the context is full. Raises InvalidRequestError if that does not help."""
+        """Hide the oldest turns if the context is full. Raises InvalidRequestError if that does not help."""
         n_ctx = self._engine.n_ctx
         n_hidden, n_tokens = self._conversation.fit(self._count, n_ctx, self._params.max_tokens)
         if n_tokens >= n_ctx:
@@ -345,7 +345,7 @@ class Session:
             self._answer_here(text)
 
     def _image(self, name: str) -> None:
-        """Take an image for the next message."""
+        """Attach an image to the next message."""
         from llamapipe.media.decode import Given
 
         projector = self._engine.model.projector
@@ -384,7 +384,7 @@ class Session:
             self._say(f"{n} message{'s' * (n != 1)} {action} {path}")
 
     def _say(self, text: str) -> None:
-        """Show what a command did."""
+        """Show the result of a command."""
         _line(self._terminal, text, "dim")
 
     def _failed(self, text: str, style: str) -> None:
@@ -394,19 +394,19 @@ class Session:
         self._note(text, style)
 
     def _note(self, text: str, style: str) -> None:
-        """Show what is no answer, on stderr."""
+        """Show a note that is not part of the answer, on stderr."""
         _line(self._notes, text, style)
 
 
 def _line(terminal: Terminal, text: str, style: str) -> None:
-    """Write a line, in several where the terminal is narrow."""
+    """Write a line, wrapped if the terminal is narrow."""
     wrap = WordWrap(terminal)
     wrap.write(text, style)
     wrap.end()
 
 
 def _hint(name: str) -> str:
-    """Return what to type instead of a command that does not exist."""
+    """Return a suggestion for a command that does not exist."""
     if (advice := instead_of(name, "conversation")) is not None:
         return advice
     if "/" in name[1:]:
@@ -440,7 +440,8 @@ _ROLES = ("system", "user", "assistant")
 class Conversation:
     """All messages so far. The oldest turns are hidden from the model when the context is full; files hold them all.
 
-    ``system``: the system message, which is never hidden. ``messages``: the others; a turn begins with a user's.
+    ``system``: the system message, which is never hidden. ``messages``: the others; a turn begins with a user's
+    message.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -480,20 +481,20 @@ class Conversation:
         return text
 
     def clear(self) -> None:
-        """Remove all messages but the system message."""
+        """Remove all messages except the system message."""
         self.messages.clear()
         self._first = 0
 
     def visible(self) -> list[Message]:
-        """Return what the model sees."""
+        """Return the messages that the model sees."""
         return [*self._head, *self.messages[self._first :]]
 
     def fit(
         self, n_tokens: Callable[[list[Message]], int], n_ctx: int, max_tokens: int | None
     ) -> tuple[int, int]:
-        """Hide the oldest turns where ``kept_messages`` drops them. Return how many, and the prompt's tokens.
+        """Hide the oldest turns if ``kept_messages`` drops them. Return how many, and the prompt's number of tokens.
 
-        If the last message alone fills the context, nothing is hidden, and the tokens are those of it alone.
+        If the last message alone fills the context, the number is that of the last message with the system message.
         ``n_tokens``: counts the tokens of a prompt.
         """
         from llamapipe.chat.messages import kept_messages
@@ -511,7 +512,7 @@ class Conversation:
         path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Replace all messages by those of a file, as ``save`` writes it. Raises OSError, ValueError."""
+        """Replace all messages by those in a file that ``save`` wrote. Raises OSError, ValueError."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -534,7 +535,7 @@ class Conversation:
 
 
 def _is_content(role: str | None, content: object) -> bool:
-    """Return whether a file may have this as the content of a message: text, or a user's parts of texts and images."""
+    """Return whether a message in a file may have this content: text, or in a user's message also image parts."""
     if role != "user" or not isinstance(content, list):
         return isinstance(content, str)
     kinds = (part.get("type") if isinstance(part, dict) else None for part in content)
@@ -557,10 +558,10 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_line: Callable[[str], str]) -> Entry:
-    """Read one entry: a line, those that a backslash continues, or those between triple quotes.
+    """Read one entry: a line, lines continued by backslashes, or lines between triple quotes.
 
-    ``read_line``: reads a line after showing a prompt. Its EOFError is raised before the first line, and ends an entry
-    that has begun. Raises UsageError for bytes that are not UTF-8.
+    ``read_line``: shows a prompt and reads a line. Its EOFError is passed on before the first line, and later ends the
+    entry. Raises UsageError for bytes that are not UTF-8.
     """
     line = read_line("> ")
     is_quoted = line.startswith(_QUOTES)
@@ -597,7 +598,7 @@ def piped_line(_: str) -> str:
 
 
 class line_history:  # noqa: N801  (used like a function)
-    """Line editing, with the lines of earlier conversations, where Python has readline."""
+    """Line editing, with the lines of earlier conversations, if Python has readline."""
 
     def __init__(self) -> None:
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser and those of its commands."""
+    """Yield the parser and its commands' parsers."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

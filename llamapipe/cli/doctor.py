@@ -1,6 +1,7 @@
 """``llamapipe doctor``: checks versions, build, devices and a model's file, and prints a fix for every problem.
 
-What loads native code runs in a child process (``run_probes``): a library for another processor would kill it.
+Code that loads native libraries runs in a child process (``run_probes``), which a library for another processor would
+kill.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _threads() -> str:
-    """Return how many threads engines compute with on this machine as it is now."""
+    """Return how many threads engines would compute with on this machine now."""
     n = usable_cores()
     if n == 1:
         return "1: there is one core"
@@ -234,7 +235,7 @@ def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _kernels(kernels: dict[str, str | None]) -> str:
-    """Return what computes products of matrices on the CPU."""
+    """Return the name of the kernels that compute matrix products on the CPU."""
     if kernels["level"] is None:
         return f"ggml's; llamapipe's own are not used: {kernels['problem']}"
     return f"llamapipe's for {kernels['level']}, ggml's for other types of weights"
@@ -324,7 +325,7 @@ _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 def run_probes(files: Sequence[str] = ()) -> int:
     """Run the probes in order, in the child process, then look at model files; stop at the first failure.
 
-    Writes a JSON object a line, ``{"name": …, …}``, each as soon as it is known, so the parent knows which one failed.
+    Each result is written at once as a line of JSON, ``{"name": …, …}``, so the parent knows which probe failed.
     """
     probes = _PROBES | {f"model {file}": lambda file=file: look_at(Path(file)) for file in files}
     for name, probe in probes.items():

@@ -1,4 +1,4 @@
-"""``llamapipe embed``: vectors of texts, or documents in the order of their relevance."""
+"""``llamapipe embed``: embeddings of texts, or documents sorted by relevance."""
 
 from __future__ import annotations
 

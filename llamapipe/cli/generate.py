@@ -131,9 +131,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class _Counts:
-    """Tokens of the prompts and of the output, and prompts that failed. The same numbers as in the JSON records.
+    """Numbers of prompt tokens, generated tokens and failed prompts, the same as in the JSON records.
 
-    The engine's own count of prompt tokens is another one: those that it computed.
+    The engine's own count of prompt tokens differs: it has only the tokens that were computed.
     """
 
     prompt: int = 0
@@ -164,7 +164,7 @@ class _Asks:
         return len(self.engine.model.tokenize(prompt))
 
     def pieces(self, prompt: str) -> Generator[tuple[str, int]]:
-        """Yield new text, and how many tokens it has."""
+        """Yield each new piece of text, and how many tokens it has."""
         if self.images:
             with closing(self.engine.stream_chat(self.messages(prompt), self.params)) as chat:
                 for answer in chat:
@@ -193,7 +193,7 @@ def _stream(asks: _Asks, prompt: str) -> _Counts:
 async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
     """Run all prompts concurrently and print the results in order.
 
-    With `as_json` a failed prompt gives an error record and the others continue; without it the error is raised.
+    With `as_json`, a failed prompt gives an error record and the others continue; without it, the error is raised.
     """
     counts = _Counts()
     terminal = Terminal(sys.stdout)

@@ -11,7 +11,7 @@ import sys
 def main() -> int:
     """Run the harness on the process's arguments and return the exit status.
 
-    1: the extra ``lm-eval`` is not installed; one message on stderr names it.
+    The status is 1, with one message on stderr, if the extra ``lm-eval`` is not installed.
     """
     try:
         from llamapipe.lm_eval.__main__ import cli_evaluate

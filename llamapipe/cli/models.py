@@ -1,4 +1,4 @@
-"""``llamapipe models``: the models of the Hugging Face Hub, and of Ollama, that are on this machine."""
+"""``llamapipe models``: lists the models of the Hugging Face Hub and of Ollama that are on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Options that several commands share: those of `Model`, `Engine` and `SamplingParams`, and what opens the first two.
 
-Options have the names of the arguments, with dashes for underscores.
+Options have the names of the arguments, with dashes instead of underscores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Option:
         return self.named or f"--{self.name.replace('_', '-')}"
 
     def shown_default(self, default: Any) -> str:
-        """Return what the help adds about the default."""
+        """Return the help's note about the default."""
         if self.read is bool or self.repeats or (default is None and not self.none):
             return ""
         text = self.none if default is None else default
@@ -68,7 +68,7 @@ def _number_or_none(text: str) -> int | None:
 
 
 def number_or_automatic(text: str) -> int | None:
-    """Read a number; None for -1, with which llama.cpp's programs choose it, as the library does without it."""
+    """Read a number; None for -1, which in llama.cpp's programs means an automatic choice."""
     try:
         return None if text == "-1" else int(text)
     except ValueError:
@@ -80,7 +80,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
 def byte_count(text: str) -> int:
-    """Read a number of bytes, as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
+    """Read a number of bytes, such as ``6GiB`` or ``500M``. Raises ArgumentTypeError."""
     match = _SIZE.fullmatch(text.strip())
     n = 0 if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
     if n < 1:
@@ -108,7 +108,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def text_or_file(text: str) -> str:
-    """Return the text, or that of the file in ``@FILE``. Raises ArgumentTypeError."""
+    """Return the text, or for ``@FILE`` the file's text. Raises ArgumentTypeError."""
     if not text.startswith("@"):
         return text
     try:
@@ -249,7 +249,7 @@ _SEVERAL_TEXTS = ("n", "logprobs")
 
 
 def _from_table(option: SamplingOption) -> Option:
-    """Make the option of a command for one of ``SamplingParams``."""
+    """Make a command's option from an option of ``SamplingParams``."""
     read = _READ_OTHERWISE.get(option.name, _READ[option.kind])
     repeats = option.kind in _REPEATED or option.name == "choice"
     note = " (repeatable)" if repeats else "; @FILE reads a file" if read is text_or_file else ""
@@ -279,7 +279,7 @@ _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def from_rows(*rows: Row) -> list[Option]:
-    """Make the options of a command for those of an engine, a model or a server."""
+    """Make a command's options from the options of an engine, a model or a server."""
     return [
         Option(
             row.name,
@@ -394,7 +394,7 @@ def open_model(
     show_progress: bool = True,
     report: Callable[[float], None] | None = None,
 ) -> lp.Model:
-    """Load a model; None: the bundled one. ``report``: called with the fraction that is loaded, instead of showing it.
+    """Load a model; None: the bundled one. ``report``: called with the fraction loaded, instead of showing it.
 
     Raises UsageError for wrong options, ModelLoadError.
     """
@@ -423,7 +423,7 @@ def open_model(
 
 
 def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
-    """Add ``--lora`` and ``--control-vector``. ``more``: what becomes of them."""
+    """Add ``--lora`` and ``--control-vector``. ``more``: help text about how they are used."""
     for option, what in (("--lora", "a LoRA"), ("--control-vector", "a control vector")):
         parser.add_argument(
             option,
@@ -443,7 +443,7 @@ def _named_file(text: str) -> tuple[str, Path | str]:
 
 
 def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter | lp.ControlVector]:
-    """Load those of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
+    """Load the files of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
     option = "--lora"
     try:
         loaded: list[lp.Adapter | lp.ControlVector] = [
@@ -458,7 +458,7 @@ def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter 
 
 
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
-    """Make an engine. The option ``n_ctx`` 0 is the model's context. Raises UsageError for wrong options."""
+    """Make an engine. An ``n_ctx`` of 0 means the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
     try:
@@ -470,7 +470,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 
 
 def template_problem(model: lp.Model) -> str | None:
-    """Return why the model cannot chat: it has no template, or the template is broken; None if it can."""
+    """Return why the model cannot chat (it has no template, or a broken one); None if it can."""
     if not model.chat_template:
         return f"{model.path.name} has no chat template"
     try:

@@ -1,4 +1,4 @@
-"""Reads the command line: the parser of a command, and the texts that arguments, files and standard input hold."""
+"""Reads the command line: a command's parser, and the texts in arguments, files and standard input."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of one subcommand.
 
     Argparse reports unknown options with the usage of the whole program. This parser reports them itself, with its own
-    usage and what to use instead.
+    usage and a suggestion.
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -61,9 +61,9 @@ class CommandParser(argparse.ArgumentParser):
         }
 
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
-        """Take texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False: these are no texts.
+        """Take texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False if these are not texts.
 
-        Argparse has then given the command's last argument what came before the options, perhaps nothing.
+        By then argparse has assigned the texts before the options, perhaps none, to the command's last argument.
         """
         last = next(reversed(self._get_positional_actions()), None)
         if last is None or any(text.startswith("-") and text != "-" for text in unknown):
@@ -111,7 +111,7 @@ class CommandParser(argparse.ArgumentParser):
 
 # ---- texts: arguments, files, standard input; UTF-8 in every locale
 def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
-    """Read all texts, in the order of the command line, files last; ``-``: standard input. Raises UsageError, OSError.
+    """Read all texts in the order of the command line, then files; ``-``: standard input. Raises UsageError, OSError.
 
     Without arguments and files, standard input is read if it is not a terminal. ``lines``: each line is a text.
     """
@@ -128,19 +128,19 @@ def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str
 
 
 def given_text(text: str) -> str:
-    """Check a text of the command line. Raises UsageError if it is not UTF-8, or the name of a model without its -m."""
+    """Check a text of the command line. Raises UsageError if it is not UTF-8, or is a model's name without ``-m``."""
     if names_model(text):
         raise UsageError(f"{text} names a model: pass it with -m")
     return utf8(os.fsencode(text), "the text")
 
 
 def names_model(text: str) -> bool:
-    """Return whether an argument is the name of a model, and surely no text."""
+    """Return whether an argument is surely the name of a model and not a text."""
     return text.lower().endswith(".gguf") and not any(map(str.isspace, text))
 
 
 def stdin_is_terminal() -> bool:
-    """Return whether a person types; also True if there is no standard input."""
+    """Return whether a person is typing; also True if there is no standard input."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
@@ -155,7 +155,7 @@ def read_stdin() -> str:
 
 
 def utf8(data: bytes, name: str) -> str:
-    """Decode a text, with the line ends of Unix. Raises UsageError, which calls it ``name``."""
+    """Decode a text and convert its line ends to Unix's. Raises UsageError, which calls it ``name``."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def utf8(data: bytes, name: str) -> str:
 
 
 def _split(text: str, lines: bool) -> list[str]:
-    """Return one text, less the line end that editors add, or one for each line that is not blank."""
+    """Return one text, without the line end that editors add, or one text for each line that is not blank."""
     if lines:
         return [line for line in text.splitlines() if line.strip()]
     return [text.removesuffix("\n")]

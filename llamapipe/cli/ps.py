@@ -1,4 +1,4 @@
-"""``llamapipe ps``: the models of a running server, and what each takes. Also how commands ask such a server."""
+"""``llamapipe ps``: the models of a running server, and their memory. Also the requests of commands to a server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says where the server is."""
+    """Add the arguments for the server's address."""
     parser.add_argument(
         "--url",
         default=os.environ.get(URL_VARIABLE, _URL),

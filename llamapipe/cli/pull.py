@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reference_of(name: str) -> Reference:
-    """Return the file of the hub that a name means. Raises UsageError."""
+    """Return the file of the hub that a name refers to. Raises UsageError."""
     if name.startswith(OLLAMA):
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
     try:

@@ -145,7 +145,7 @@ def _address(args: argparse.Namespace, networks: Sequence[ipaddress.IPv4Network]
 
 
 def _devices(wanted: list[str] | None) -> tuple[list[Any], list[str]]:
-    """Return native handles and names: those that were asked for, else the GPUs, else the CPU."""
+    """Return the native handles and names of the requested devices, else of the GPUs, else of the CPU."""
     from llamapipe.llama.devices import device_handles
 
     known = device_handles()

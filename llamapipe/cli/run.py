@@ -1,4 +1,4 @@
-"""``llamapipe run MODEL``: ``llamapipe chat`` with the model's name first, as ``ollama run`` has it."""
+"""``llamapipe run MODEL``: ``llamapipe chat`` with the model's name first, as in ``ollama run``."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_extras(args: argparse.Namespace) -> None:
-    """Raise UsageError for a package that only requests would miss, which may come hours later."""
+    """Raise UsageError for a missing package that only a request, perhaps hours later, would need."""
     needed = [("jinja2", "server", "chat"), ("llguidance", "server", "JSON schemas and tools")]
     if getattr(args, "allow_pull", False):
         needed.append(("huggingface_hub", "hub", "--allow-pull"))
@@ -312,7 +312,7 @@ def _check_package(package: str, extra: str, what: str) -> None:
 
 
 def _check_media(model: lp.Model, is_asked: bool) -> None:
-    """Raise UsageError for a projector that was asked for and whose images cannot be decoded; warn of one found."""
+    """Check that a projector's images can be decoded. Raises UsageError if it was asked for; otherwise warns."""
     if not model.supports_images:
         return
     try:
@@ -324,7 +324,7 @@ def _check_media(model: lp.Model, is_asked: bool) -> None:
 
 
 class _Report:
-    """Tells the supervisor how much of the model is loaded, each percent once."""
+    """Reports to the supervisor how much of the model is loaded, each percent once."""
 
     def __init__(self, worker: WorkerOptions) -> None:
         self._worker = worker
@@ -341,7 +341,7 @@ class _Report:
 def _served(
     args: argparse.Namespace, more: dict[str, Any] | None = None, **placement: Any
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
-    """Open the engine and the embedder; of several models each process has one of them.
+    """Open the engine and the embedder; a process for one of several models has only one of the two.
 
     ``more``: options of the engine, unless ``args`` has others; ``placement``: options of both models.
     """
@@ -385,7 +385,7 @@ def _served(
 
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the workers. The model is theirs: nothing of llama.cpp is loaded here."""
+    """Run the workers. Only they load the model; this process loads nothing of llama.cpp."""
     from llamapipe.fleet.placement import placements
     from llamapipe.fleet.supervisor import WorkerFailedError, supervise
 
@@ -412,7 +412,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 @contextmanager
 def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Iterator[list[str]]:
-    """Start the MCP servers here, and yield the command line of processes that ask them."""
+    """Start the MCP servers here, and yield the command-line arguments for the processes that use them."""
     servers = settings.open_mcp()
     if servers is None:
         yield args.argv
@@ -424,7 +424,7 @@ def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Itera
 
 
 def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve what the supervisor hands over, and leave it to the supervisor to show errors."""
+    """Serve the connections that the supervisor hands over, and let it show errors."""
     from llamapipe.fleet.worker import Worker, run_worker
 
     worker = Worker(args.worker)
@@ -459,9 +459,9 @@ def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
 
 
 def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the option of one of several models' engines for the folder that keeps its cached prefixes while unloaded.
+    """Return the engine options for the folder that keeps an unloaded model's cached prefixes.
 
-    None of them if the operator gave another folder, or no memory for cached prefixes.
+    There are none if the operator gave another folder, or no memory for cached prefixes.
     """
     served, options = args.worker.served, given(args, ENGINE)
     n_bytes = options.get("cache_bytes")
@@ -477,7 +477,7 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve several models. They run in processes of their own: nothing of llama.cpp is loaded here."""
+    """Serve several models, each in a separate process; this process loads nothing of llama.cpp."""
     from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.fleet.budget import Budget
     from llamapipe.fleet.command import command_with
@@ -560,7 +560,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 def _take_served_model(args: argparse.Namespace, served: ServedModel) -> None:
-    """Set the options of one model of several, in the process that runs it."""
+    """Set the options of one of several models, in the process that runs it."""
     for name, value in served.options.items():
         setattr(args, name, value)
     if served.embeds:
@@ -586,7 +586,7 @@ def _worker_options(text: str) -> WorkerOptions:
 
 
 def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, Any]:
-    """Return the engine's option ``kv_events``, if it was asked for."""
+    """Return the engine option ``kv_events`` if it was requested."""
     values = {
         "replay_endpoint": args.kv_events_replay,
         "topic": args.kv_events_topic,
@@ -639,7 +639,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_defaults() -> list[Option]:
-    """Return the options of samplers that hold where a request says nothing."""
+    """Return the sampling options that apply if a request does not set them."""
     from llamapipe.server.settings import DEFAULTS
 
     names = {option.name for option in DEFAULTS}
@@ -728,7 +728,7 @@ def listening_socket(host: str, port: int, option: str = "--port") -> socket:
 
 
 def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
-    """Raise UsageError for a broken template that was given; warn of a model without a template that works."""
+    """Raise UsageError for a given template that is broken; warn of a model without a working template."""
     problem = template_problem(model)
     if problem is None:
         return
@@ -759,7 +759,7 @@ def announce(
     *more: socket,
     n_models: int = 1,
 ) -> None:
-    """Tell where the server is, and show a request that it answers. ``more``: where Ollama's clients find it."""
+    """Print the server's address and an example of a request."""
     host = sock.getsockname()[0]
     url = _url(sock)
     model = (settings.model_names or (stem,))[0]

@@ -1,4 +1,4 @@
-"""``llamapipe stop NAME``: ends a model of a running server with several."""
+"""``llamapipe stop NAME``: ends a model of a running server that has several."""
 
 from __future__ import annotations
 

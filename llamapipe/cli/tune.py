@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def least_disturbed(measure: Callable[[], Speed]) -> Speed:
-    """Repeat a measurement while other work disturbs it, at most twice. Return the one that it disturbed least."""
+    """Repeat a measurement, at most twice, while other work disturbs it. Return the least disturbed one."""
     tries = [measure()]
     while tries[-1].is_disturbed and len(tries) < _TRIES:
         tries.append(measure())
@@ -97,7 +97,7 @@ class _Tuning:
         self._n_other_cores = 0.0  # the most that a measurement which counts was disturbed by
 
     def choose(self, name: str, values: Sequence[int], n: int | None = None) -> None:
-        """Measure an option with ``n`` requests at the same time; None: with as many as its value."""
+        """Measure an option with ``n`` concurrent requests; None: as many as the option's value."""
         self._title(name, "requests at once: " + ("as many" if n is None else str(n)))
         best: tuple[int, float] | None = None
         for value in values:

@@ -494,8 +494,8 @@ class Conversation:
     ) -> tuple[int, int]:
         """Hide the oldest turns if ``kept_messages`` drops them. Return how many, and the prompt's number of tokens.
 
-        If the last message alone fills the context, the number is that of the last message with the system message.
-        ``n_tokens``: counts the tokens of a prompt.
+        If the last message alone fills the context, nothing is hidden, and the number is that of the system message and
+        the last message. ``n_tokens``: counts the tokens of a prompt.
         """
         from llamapipe.chat.messages import kept_messages
 

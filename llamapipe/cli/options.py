@@ -1,4 +1,4 @@
-"""Options that several commands share: those of `Model`, `Engine` and `SamplingParams`, and what opens the first two.
+"""Options that several commands share: for `Model`, `Engine` and `SamplingParams`. Also opens models and engines.
 
 Options have the names of the arguments, with dashes instead of underscores.
 """

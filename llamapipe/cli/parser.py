@@ -53,7 +53,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, []
 
     def options(self) -> dict[str, str]:
-        """Return the options as they are written, by their arguments' names; llama.cpp's names come before ours."""
+        """Return each argument's option: the last of its names, because llama.cpp's names come before ours."""
         return {
             action.dest: action.option_strings[-1]
             for action in reversed(self._actions)

@@ -65,7 +65,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
-    """Ask the server and decode its answer. ``body``: None for a GET request. Raises UsageError, OSError."""
+    """Request a path of the server and decode the answer. ``body``: None for GET. Raises UsageError, OSError."""
     from urllib.error import HTTPError, URLError  # large, and `serve` needs only this module's names
     from urllib.request import ProxyHandler, Request, build_opener
 

@@ -759,7 +759,7 @@ def announce(
     *more: socket,
     n_models: int = 1,
 ) -> None:
-    """Print the server's address and an example of a request."""
+    """Print the server's address and an example of a request. ``more``: sockets for Ollama's clients."""
     host = sock.getsockname()[0]
     url = _url(sock)
     model = (settings.model_names or (stem,))[0]

@@ -101,7 +101,7 @@ class WorkerOptions(NamedTuple):
 
 
 def worker_options(args: argparse.Namespace) -> WorkerOptions:
-    """Return the settings that parsed arguments give. Raises UsageError, OSError."""
+    """Return the settings from parsed arguments. Raises UsageError, OSError."""
     file: Path = lp.demo_model_path() if args.model is None else args.model
     name = args.served_model_name or file.stem
     for adapter, _ in (*args.lora, *args.control_vector):
@@ -133,7 +133,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
 
 
 def _address(args: argparse.Namespace) -> tuple[str, str, str]:
-    """Return namespace, component and endpoint."""
+    """Return the namespace, component and endpoint."""
     if args.endpoint is None:
         return args.namespace, "backend", "generate"
     parts = args.endpoint.removeprefix("dyn://").split(".")
@@ -147,8 +147,8 @@ def _address(args: argparse.Namespace) -> tuple[str, str, str]:
 def default_folder(file: Path, chat_template: str | None) -> Path:
     """Return a folder in the user's cache for the frontend's files. Workers with the same model and template share it.
 
-    It remains after the worker exits: a frontend may read it for another worker of the same model. Without a home
-    folder it is a temporary one, which no other worker has, and a warning says so.
+    It remains after the worker exits, because a frontend may read it for another worker of the same model. Without a
+    home folder it is a temporary folder that no other worker shares, and a warning is logged.
     """
     key = fingerprint(file)
     if chat_template is not None:

@@ -67,9 +67,9 @@ _OTHER_WORKERS: Final = {
 
 
 def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) -> SamplingParams:
-    """Return the options of a request; options that are not given have our defaults.
+    """Return the options of a request; missing options have llamapipe's defaults.
 
-    ``adapters``: their names, which requests use as the model's.
+    ``adapters``: the names of adapters, which requests use as model names.
 
     Raises InvalidRequestError for an unsupported option and for a wrong value; the message names the option.
     """
@@ -104,7 +104,7 @@ def sampling_params(request: Mapping[str, Any], adapters: Collection[str] = ()) 
 
 
 def _section(request: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the options in one section of a request that are given and have an effect."""
+    """Return the options in one section of a request that are set and have an effect."""
     options = {}
     for option, value in (request.get(name) or {}).items():
         if value is None:
@@ -151,7 +151,7 @@ def chunk(delta: Delta, n_prompt: int, n_generated: int, wants_logprobs: bool) -
 
 
 def last_chunk(reason: str, n_prompt: int, n_generated: int) -> dict[str, Any]:
-    """Return the chunk that ends a request and has no tokens."""
+    """Return the last chunk of a request, which has no tokens."""
     return {
         "token_ids": [],
         "index": 0,

@@ -31,11 +31,11 @@ _ENDPOINTS = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 class EngineWorker(LLMEngine):  # type: ignore[misc]
-    """Serves requests in token ids with one engine, any number at once.
+    """Serves any number of concurrent requests in token ids with one engine.
 
-    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets. ``folder``
-    is where the tokenizer files for the frontend are written. ``registration``: how the model and its adapters are
-    registered. For the methods see ``dynamo.common.backend.LLMEngine``.
+    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets.
+    ``folder``: where the frontend's tokenizer files are written. ``registration``: how the model and its adapters are
+    registered. For the methods, see ``dynamo.common.backend.LLMEngine``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
-        """Return a worker that is not started yet, and its configuration for the runtime."""
+        """Return an unstarted worker and its configuration for the runtime."""
         options = worker_options(parser().parse_args(argv))
         worker = cls(options.open_engine, options.folder, options.name, options.registration)
         return worker, WorkerConfig(**options.registration)
@@ -77,7 +77,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         )
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Make each adapter a model of the frontend. Of an alias of the model, requests would not say the name."""
+        """Register each adapter as a model of the frontend. An alias would not do: requests would not have its name."""
         engine = self._engine
         assert engine is not None
         if not engine.adapters:
@@ -152,14 +152,14 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
             stream.cancel()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """Return a request for one token, which the runtime sends while there are no other requests."""
+        """Return a request for one token, which the runtime sends when there are no other requests."""
         assert self._engine is not None
         bos = self._engine.model.vocab.bos
         payload: dict[str, Any] = build_health_check_payload(0 if bos is None else bos)
         return payload
 
     async def cleanup(self) -> None:
-        """Close the engine and its model, also if ``start`` failed. Running requests are finished first."""
+        """Close the engine and its model, even if ``start`` failed. Running requests are finished first."""
         await asyncio.to_thread(self._undo.close)
 
 

@@ -1,4 +1,4 @@
-"""Batch jobs: records in, results out, each record exactly once however often the job is stopped.
+"""Batch jobs: records in, results out, each record exactly once, no matter how often the job is stopped.
 
-The engine is kept full with a bounded number of records. A file of results holds whole lines, and says what is left.
+A bounded number of records keeps the engine full. A file of results holds whole lines and shows which records are left.
 """

@@ -1,4 +1,4 @@
-"""Parquet in, Parquet and CSV out: tables of results. Parquet needs the extra ``parquet``."""
+"""Reads records from Parquet and writes results to Parquet and CSV. Parquet needs the extra ``parquet``."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ RESULT_FIELDS: Final = frozenset(_COLUMNS) | {"digest"}
 
 
 class _Wide:
-    """The type of integers that a float may not hold."""
+    """The type of integers that a float may not represent exactly."""
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file; some thousand are in memory at a time. Raises OSError, ImportError, ValueError."""
+    """Yield the rows of a file; a few thousand are in memory at a time. Raises OSError, ImportError, ValueError."""
     with _opened(path) as file:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             yield from batch.to_pylist()
@@ -56,7 +56,7 @@ def count_parquet(path: Path) -> int:
 
 
 def write_table(lines: Path, path: Path) -> None:
-    """Write the results in ``lines``, as JSON lines, to a .csv or .parquet file, which is there whole or not at all.
+    """Write the results in the JSON lines file ``lines`` to a .csv or .parquet file, complete or not at all.
 
     Raises OSError; ImportError if Parquet needs an extra.
     """
@@ -79,7 +79,7 @@ def require(path: Path) -> None:
 
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
-    """Yield the results, one value a column."""
+    """Yield the results, with one value per column."""
     with lines.open("rb") as source:
         for line in source:
             row = json.loads(line)
@@ -90,7 +90,7 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[type]]:
-    """Return the columns of a table in their order, and the types of their values."""
+    """Return a table's columns in order, and the types of their values."""
     columns: dict[str, set[type]] = {name: set() for name in _ALWAYS}
     for row in rows:
         for name, value in row.items():

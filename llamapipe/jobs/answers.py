@@ -39,7 +39,7 @@ _KEPT: Final = frozenset({"id", "custom_id", "prompt", "messages"})
 
 @dataclass(frozen=True)
 class RecordResult:
-    """The result of a record, as it is written, its generated tokens, and whether it failed."""
+    """A record's result as it is written, its number of generated tokens, and whether it failed."""
 
     result: dict[str, Any]
     n_tokens: int = 0
@@ -47,7 +47,7 @@ class RecordResult:
 
     @property
     def reason(self) -> str:
-        """Why it failed: the message of its error, or of the response to a request."""
+        """Why it failed: the error's message, or the message in the response to a request."""
         error = self.result.get("error")
         if error is None and isinstance(response := self.result.get("response"), dict):
             body = response.get("body")
@@ -60,10 +60,10 @@ _DEEPEST = 8
 
 
 def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> object:
-    """Return what a value is, for ``repr``: the same in another process, unlike addresses and hashes.
+    """Return a description of a value for ``repr``, which is the same in every process, unlike addresses and hashes.
 
-    Of a function its code, its defaults and what it closes over; of an object its type, the code of its calls, and its
-    attributes. What has none of these is told by its type only.
+    A function is described by its code, its defaults and its closure; an object by its type, the code of ``__call__``
+    and its attributes. If it has none of these, only the type describes it.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
@@ -121,15 +121,15 @@ AnswerRequest = Callable[[Record], Awaitable[RecordResult]]
 class Answerer:
     """Turns records into results with one engine; for one event loop.
 
-    ``params``: for records that do not say otherwise. ``template``: makes the prompt from a record's columns, as
-    ``str.format`` does; then the columns are not read as options. ``system``: a system message; prompts become
-    conversations. ``chat``: prompts are messages of a user. ``keep``: names of columns that are copied to the result.
-    ``requests``: called once, for the first record in OpenAI's batch format, returns what answers these. Raises
-    ValueError for a bad template, for params that the engine refuses, and for a column with the name of a result's
-    field, TypeError.
+    ``params``: options for records that do not set them. ``template``: makes the prompt from a record's columns, as
+    ``str.format`` does; then columns are not read as options. ``system``: a system message, which turns prompts into
+    conversations. ``chat``: prompts are user messages. ``keep``: names of columns that are copied to the result.
+    ``requests``: called once, at the first record in OpenAI's batch format; returns the function that answers such
+    records.
 
-    ``media_path``: the folder of the images and sounds that a conversation names by their paths; None: it may not.
-    ``columns``: those that the template and ``keep`` name.
+    ``media_path``: the folder of the images and sounds that a conversation names by path; None: paths are not allowed.
+    ``columns``: the columns that the template and ``keep`` name. Raises ValueError for a bad template, for params that
+    the engine refuses, and for a column with the name of a result's field; TypeError.
     """
 
     def __init__(
@@ -163,10 +163,10 @@ class Answerer:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
     def settings(self) -> int:
-        """Return 32 bits that differ, most likely, for another model, adapter, chat template, template or options.
+        """Return 32 bits that very likely differ for another model, adapter, chat template, template or options.
 
-        Names stand for their contents: the files of the loaded adapters, which records may name, and of the projector;
-        the code and the values of a logits processor.
+        The bits depend on contents, not names: on the files of the projector and of loaded adapters, which records may
+        name, and on the code and values of a logits processor.
         """
         options = {
             field.name: value
@@ -184,7 +184,7 @@ class Answerer:
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> RecordResult:
-        """Answer a record; what goes wrong with it is its result. Raises EngineClosedError only."""
+        """Answer a record; an error becomes its result. Raises only EngineClosedError."""
         row = record.fields
         start = {"index": record.index} | record.names
         try:
@@ -273,7 +273,7 @@ class Answerer:
 
 
 def _names(keep: Any) -> tuple[str, ...]:
-    """Return the names of columns. Raises TypeError."""
+    """Return the checked names of columns. Raises TypeError."""
     names = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError("keep must be a list of the names of columns")
@@ -281,7 +281,7 @@ def _names(keep: Any) -> tuple[str, ...]:
 
 
 def logprob_records(entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return log-probabilities of tokens, as JSON."""
+    """Return tokens' log-probabilities in a form for JSON."""
     return [
         {
             "id": token.id,
@@ -298,12 +298,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _token_id(key: object) -> object:
-    """Return the token id that a key of JSON, a text, stands for."""
+    """Return the token id for a JSON key, which is a text."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
 def check_template(template: str) -> list[str]:
-    """Return the columns that a template names. Raises ValueError if it has anything but names of columns."""
+    """Return the columns that a template names. Raises ValueError if it has fields other than names of columns."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -89,22 +89,22 @@ def run_batch(
     progress: bool = False,
     media_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[BatchResult] | BatchSummary:
-    """Answer every record, many at a time. Use it for jobs that are too long for a list of prompts.
+    """Answer every record, many at a time. Use it for jobs that are too large for a list of prompts.
 
     ``records``: texts, lists of token ids, mappings such as ``{"prompt": ..., "max_tokens": 8}`` or ``{"messages":
-    ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as they are needed, in the calling thread.
-    ``template``: makes the prompt from a mapping's values, ``"Translate: {text}"``. ``system``: begins each
-    conversation with this; ``chat``: prompts are messages of a user. ``keep``: names of columns to copy to the result.
-    A record that fails gives a result with ``error``. ``media_path``: the folder that messages may name images and
-    sounds of, by paths; None: the folder of ``records``, if that is a file, else none.
+    ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as needed, in the calling thread.
+    ``template``: makes the prompt from a mapping's values, such as ``"Translate: {text}"``. ``system``: a system
+    message that begins each conversation. ``chat``: prompts are user messages. ``keep``: names of columns to copy to
+    the result. A record that fails gives a result with ``error``. ``media_path``: the folder with the images and sounds
+    that messages may name by path; None: the folder of ``records`` if that is a file, else no folder.
 
-    Without ``output``: an iterator of results, in the order of the records, or as they are done if not ``ordered``.
-    At most four records for each of the engine's slots are in flight or wait to be taken. Closing the iterator cancels
-    them.
+    Without ``output``, the function returns an iterator of results, in the order of the records, or as they are done if
+    not ``ordered``. At most four records for each of the engine's slots are in flight or wait to be taken. Closing the
+    iterator cancels them.
 
-    With ``output``: runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. A job that was
-    stopped continues when the same call is made again: every record is written once. ``retry_failed``: records whose
-    results in a .jsonl file have an error are answered again.
+    With ``output``, it runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. The same call
+    continues a job that was stopped; every record is written once. ``retry_failed``: answer records again whose results
+    in a .jsonl file have an error.
 
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
     OSError, ImportError if the format needs an extra, EngineClosedError.

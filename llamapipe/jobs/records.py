@@ -29,7 +29,7 @@ _N_LOOKED_AT: Final = 100
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its place in the file, from 0, and its fields, or why it cannot be read."""
+    """One record: its index in the file, from 0, and its fields, or why it cannot be read."""
 
     index: int
     fields: dict[str, Any]
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def digest(self) -> int:
-        """32 bits that differ, most likely, for records that differ."""
+        """32 bits that very likely differ for different records."""
         try:
             text = json.dumps([self.fields, self.problem], default=_plain, sort_keys=True)
         except (TypeError, ValueError):  # such as a tuple as a key
@@ -54,14 +54,14 @@ class Record:
 
     @property
     def names(self) -> dict[str, object]:
-        """Its ``id`` and ``custom_id`` as a line of results holds them: a date, for example, as text."""
+        """Its ``id`` and ``custom_id`` in the form for a line of results, with a date, for example, as text."""
         return {name: as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
 
 
 def check_columns(path: Path, names: Collection[str]) -> None:
-    """Raise ValueError if a column is in none of a file's first records. Pipes can be read only once, and are not.
+    """Raise ValueError if none of a file's first records has a column. Pipes, which can be read only once, are skipped.
 
-    The records of JSON lines may differ, so one that has it is enough.
+    JSON lines may have different fields, so one record that has the column is enough.
     """
     if not names or path == STDIN or path.is_fifo():
         return
@@ -81,7 +81,7 @@ def column(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def as_json(value: object) -> object:
-    """Return a value as a line of results holds it: a date, for example, as text."""
+    """Return a value in the form for a line of results, with a date, for example, as text."""
     if type(value) in (str, int, bool):
         return value
     if is_null(value) or (isinstance(value, float) and isinf(value)):
@@ -95,7 +95,7 @@ def as_json(value: object) -> object:
 
 
 def is_null(value: object) -> bool:
-    """Return whether a table has no value there: None, NaN, or pandas' NA and NaT."""
+    """Return whether a value stands for a missing one: None, NaN, or pandas' NA and NaT."""
     if value is None:
         return True
     try:
@@ -112,7 +112,7 @@ def _plain(value: object) -> object:
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file's name says. Raises ValueError for other names."""
+    """Return the format that a file's name indicates. Raises ValueError for other names."""
     if path == STDIN:
         return "jsonl"
     name = path.with_suffix("") if _is_compressed(path) else path
@@ -150,10 +150,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Read the records of a file, in its order. Blank lines do not count. ``STDIN``: standard input, as JSON lines.
+    """Read the records of a file in order. Blank lines do not count. ``STDIN``: JSON lines from standard input.
 
     Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file that has no header or is not
-    UTF-8, a damaged gzip file, or a file that is no Parquet.
+    UTF-8, a damaged gzip file, or a file that is not Parquet.
     """
     match format_of(path):
         case "csv":
@@ -165,7 +165,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def records_of(items: Iterable[object]) -> Iterator[Record]:
-    """Yield records of what a caller gives: texts, lists of token ids, or mappings with the fields of a JSON line."""
+    """Yield records from a caller's items: texts, lists of token ids, or mappings with the fields of a JSON line."""
     for index, item in enumerate(items):
         if isinstance(item, (str, list)):
             yield Record(index, {"prompt": item})
@@ -177,7 +177,7 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """Estimate a file's records: its lines, for JSON lines. None for standard input, and for a bad CSV file."""
+    """Estimate a file's number of records, by lines for JSON lines. None for standard input and a bad CSV file."""
     kind = format_of(path)
     if path == STDIN:
         return None

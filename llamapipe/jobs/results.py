@@ -1,7 +1,7 @@
-"""The file of results: whole lines, each index once, continued where a job that was killed had stopped.
+"""The file of results: whole lines, each index once. A killed job continues where it stopped.
 
 Each line has a ``digest``: 8 hexadecimal digits for the job's settings and 8 for the record, so that a restart notices
-when either has changed. A table is made from the lines at the end.
+if either has changed. At the end a table is made from the lines.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ _TRIES, _TRY_S = 5, 0.01  # to lock a file
 class ResultFile:
     """Appends results to ``path``, after ``begin``. One thread.
 
-    A file that is there already is read and not changed: ``has`` says which records it holds. ``overwrite``: it is not
-    read.
+    An existing file is read and not changed; ``has`` says which records it holds. ``overwrite``: it is not read.
 
-    Raises ValueError if the file holds other lines or results of several jobs, BlockingIOError if another process
-    writes it, OSError.
+    Raises ValueError if the file holds other lines or results of several jobs, BlockingIOError if another process is
+    writing it, OSError.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
@@ -53,11 +52,11 @@ class ResultFile:
             raise
 
     def begin(self, settings: int, *, retry_failed: bool = False) -> None:
-        """Make the file ready for more results: cut off a line that was not finished.
+        """Prepare the file for more results by removing an unfinished line.
 
-        ``settings``: a number of 32 bits, which differs when the model, the template or the options do.
-        ``retry_failed``: results with an error are removed, so that their records are answered again. Raises ValueError
-        if the file has results of other settings, OSError.
+        ``settings``: a 32-bit number that differs for another model, template or options. ``retry_failed``: results
+        with an error are removed, so that their records are answered again. Raises ValueError if the file's results
+        have other settings, OSError.
         """
         if self._settings not in (None, settings):
             raise ValueError(
@@ -73,7 +72,7 @@ class ResultFile:
         return f"<ResultFile {self.path.name!r} n_done={self.n_done}>"
 
     def has(self, index: int, digest: int) -> bool:
-        """Return whether the record is there. Raises ValueError if it had another digest."""
+        """Return whether the file has the record's result. Raises ValueError if its digest differs."""
         mark = self._marks[index] if index < len(self._marks) else 0
         if mark and mark >> 2 != digest:
             raise ValueError(
@@ -83,7 +82,7 @@ class ResultFile:
         return mark != 0
 
     def failed(self, index: int) -> bool:
-        """Return whether the result that is there has an error."""
+        """Return whether the result in the file has an error."""
         return index < len(self._marks) and bool(self._marks[index] & _FAILED)
 
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
@@ -125,7 +124,7 @@ class ResultFile:
             self._note(index, mark)
 
     def _remove(self, indices: Collection[int]) -> None:
-        """Write the file anew without some results. A job that is killed meanwhile leaves the old file."""
+        """Rewrite the file without some results. A job that is killed during this leaves the old file."""
         removed, path = set(indices), self.path.resolve()
         if not removed:
             return
@@ -155,7 +154,7 @@ class ResultFile:
             yield from lines
 
     def _place(self, line: bytes, number: int) -> tuple[int, int, int]:
-        """Return the index, the settings and the mark in a line."""
+        """Return a line's index, settings and record digest."""
         try:
             value = json.loads(line)
             index = value["index"] if "index" in value else value["id"].removeprefix(_ID)
@@ -212,7 +211,7 @@ def lines_of(path: Path) -> Path:
 
 
 def is_written(lines: Path) -> bool:
-    """Return whether a process writes results to ``lines``, the file of ``lines_of``. Raises OSError."""
+    """Return whether a process is writing results to ``lines``, the file of ``lines_of``. Raises OSError."""
     try:
         with lines.open("rb") as file:
             files.lock(
@@ -232,11 +231,11 @@ def is_complete(path: Path) -> bool:
 
 @contextmanager
 def open_output(path: Path, *, overwrite: bool = False) -> Iterator[ResultFile]:
-    """Open the results for ``path``, for ``begin``; when the block ends without an exception, they are all there.
+    """Open the results for ``path``, before ``begin``; if the block ends without an exception, they are complete.
 
-    ``overwrite``: results that are there do not count. A .csv or .parquet file appears at the end; until then
-    ``path.jsonl`` holds the results. Raises ValueError for another ending and a file of something else, FileExistsError
-    for a table that is there, BlockingIOError, OSError, ImportError.
+    ``overwrite``: ignore existing results. A .csv or .parquet file appears at the end; until then ``path.jsonl`` holds
+    the results. Raises ValueError for another suffix or a file that holds something else, FileExistsError for an
+    existing table, BlockingIOError, OSError, ImportError.
     """
     lines = lines_of(path)
     if is_complete(path) and not overwrite:

@@ -1,7 +1,7 @@
-"""Runs a job: a bounded number of records is in flight, and results come as they are done, or in order.
+"""Runs a job with a bounded number of records in flight. Results come as they are done, or in order.
 
-Two threads help callers: one runs an event loop where there is none, and one reads records, so that answers do not wait
-for a pipe that brings the next record later.
+Two threads help callers: one runs an event loop if there is none, and one reads records, so that answers do not wait
+for a slow pipe.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """A thread that runs an event loop until the block ends; then what runs in it is cancelled.
+    """A thread that runs an event loop until the block ends and then cancels its tasks.
 
-    It imports asyncio, which is a third of the cost of importing llamapipe.
+    It imports asyncio only then, which would be a third of the cost of importing llamapipe.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ async def _cancel_others() -> None:
 
 
 class SlowRecords:
-    """Reads one record ahead in a daemon thread, which may still wait for the pipe when the program ends."""
+    """Reads one record ahead in a daemon thread, which may still be waiting for a pipe when the program ends."""
 
     def __init__(self, records: Iterator[Record]) -> None:
         self._records = records
@@ -108,7 +108,7 @@ _OTHERS = "other reasons"
 
 
 class _Reasons(Counter[str]):
-    """A Counter that ``dataclasses.asdict`` can copy: it gives pairs, which a Counter would count."""
+    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that it passes."""
 
     def __init__(self, counts: Iterable[tuple[str, int]] | Mapping[str, int] = ()) -> None:
         super().__init__(dict(counts))
@@ -116,13 +116,13 @@ class _Reasons(Counter[str]):
 
 @dataclass
 class BatchSummary:
-    """A job's counts since it was started.
+    """A job's counts since its start.
 
     - ``n_done``: records answered, ``n_failed`` of them with an error.
-    - ``n_skipped``: records whose results were there already, ``n_skipped_failed`` of them with an error.
-    - ``n_cut``: records answered whose text ``max_tokens`` or the context cut; JSON is incomplete then.
+    - ``n_skipped``: records that already had results, ``n_skipped_failed`` of them with an error.
+    - ``n_cut``: answered records whose text was cut by ``max_tokens`` or the context; their JSON is incomplete.
     - ``n_tokens``: generated tokens.
-    - ``reasons``: why records failed, and how many for each; messages that differ in their numbers count as one.
+    - ``reasons``: why records failed, with counts; messages that differ only in numbers count as one.
     """
 
     n_done: int = 0
@@ -156,10 +156,10 @@ def answers(
 ) -> Iterator[tuple[Record, RecordResult]]:
     """Yield each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
 
-    ``records`` are read in the caller's thread, answered in an event loop of another thread. ``slow``: the next record
-    may be long in coming; a separate thread reads it, and answers are taken meanwhile. ``ordered``: answers come
-    in the order of the records. Closing the iterator cancels what is in flight. Raises what reading a record raises,
-    and EngineClosedError.
+    ``records`` are read in the caller's thread and answered in another thread's event loop. ``slow``: the next record
+    may take long to arrive, so a separate thread reads it while answers are taken. ``ordered``: answers come in the
+    order of the records. Closing the iterator cancels requests in flight. Raises what reading a record raises, and
+    EngineClosedError.
     """
     left = iter(records)
     reader = SlowRecords(left) if slow else None
@@ -205,7 +205,7 @@ def run_job(
 ) -> BatchSummary:
     """Answer all records that ``results`` lacks, and write their results. Options as for ``answers``.
 
-    Raises what reading records and writing results raise, and EngineClosedError; the results that were written stay.
+    Raises what reading records and writing results raise, and EngineClosedError; results already written stay.
     """
     summary = BatchSummary()
     for record, answer in answers(
@@ -219,7 +219,7 @@ def run_job(
 
 
 def _was_cut(result: Mapping[str, Any]) -> bool:
-    """Return whether a result ends for its length: our own, or a body in OpenAI's format."""
+    """Return whether a result, ours or a body in OpenAI's format, was cut at its maximum length."""
     response = result.get("response")
     body = response.get("body") if isinstance(response, Mapping) else None
     choices = body.get("choices") if isinstance(body, Mapping) else None

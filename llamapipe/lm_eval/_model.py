@@ -33,17 +33,17 @@ _DEFAULT_SEQUENCES = 8  # Engine's
 class Options:
     """Model arguments.
 
-    - ``path``: the model's file, or ``demo`` for the one in the package.
+    - ``path``: the model's file, or ``demo`` for the bundled model.
     - ``n_ctx`` (or ``max_length``), ``n_seq_max``, ``n_cells``, ``n_threads``, ``n_threads_batch``, ``n_batch``,
       ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine`` and
       ``EngineTuning``; ``n_gpu_layers``: as for ``Model``.
-    - ``max_gen_toks``: most generated tokens where a task does not say (default: 256, at most half of ``n_ctx``).
-    - ``add_bos_token``: whether texts begin with BOS (default: what the vocabulary says). ``prefix_token_id``: what
-      stands before the first token of a text that is scored from its beginning (default: BOS, else EOS).
+    - ``max_gen_toks``: most generated tokens if a task sets no limit (default: 256, at most half of ``n_ctx``).
+    - ``add_bos_token``: whether texts begin with BOS (default: as the vocabulary says). ``prefix_token_id``: the token
+      before a text that is scored from its beginning (default: BOS, else EOS).
     - ``lora``: the GGUF file of an adapter, which all requests use.
-    - ``enable_thinking``: given to the chat template, by those that ask for it.
-    - ``batch_size``: over 1 the default of ``n_seq_max``; the engine makes its own batches. ``max_batch_size`` is the
-      same for ``batch_size=auto``. ``device``: ``cpu`` keeps all layers off GPUs; others choose nothing here.
+    - ``enable_thinking``: passed to chat templates that use it.
+    - ``batch_size``: if above 1, the default of ``n_seq_max``; the engine makes its own batches. ``max_batch_size``:
+      the same for ``batch_size=auto``. ``device``: ``cpu`` keeps all layers off GPUs; other values have no effect.
 
     The harness reads numbers from text in its own way, so ``-1`` may come as ``-1.0``.
 
@@ -104,7 +104,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Options:
-        """Return the options of a command line. Raises TypeError, also for unknown arguments and without ``path``."""
+        """Return the options of a command line. Raises TypeError, including for unknown arguments or no ``path``."""
         known = [field.name for field in fields(cls)]
         for name in arguments:
             if name not in known:
@@ -157,9 +157,9 @@ _KNOWN = ("until", *_LENGTHS, "do_sample", "temperature", *_CUTS, *_PENALTIES, "
 def sampling_params(gen_kwargs: Mapping[str, Any], default_max_gen_toks: int) -> SamplingParams:
     """Return the params of one request.
 
-    Without sampling the most probable token is taken. Sampled requests without a ``seed`` get one from Python's
-    generator, which the harness seeds. Raises ValueError and TypeError for arguments that mean nothing here: they
-    would change results, so they are not passed over.
+    Without sampling, the most probable token is taken. Sampled requests without a ``seed`` get one from Python's
+    generator, which the harness seeds. Raises ValueError and TypeError for unsupported arguments, because ignoring them
+    would change results.
     """
     if not isinstance(gen_kwargs, Mapping):
         raise TypeError(f"generation arguments must be a dict, not {type(gen_kwargs).__name__}")
@@ -197,7 +197,7 @@ def _stops(until: list[Any]) -> list[str]:
 class ModelChat:
     """Renders conversations with the template in use. One thread at a time.
 
-    ``enable_thinking``: given to templates, unless it is None. A BOS that the template writes stays in the text.
+    ``enable_thinking``: passed to templates unless it is None. A BOS that the template writes stays in the text.
     """
 
     def __init__(self, model: Model, enable_thinking: bool | None = None) -> None:
@@ -208,11 +208,11 @@ class ModelChat:
 
     @property
     def text(self) -> str | None:
-        """The source of the template in use, None where the model has none."""
+        """The source of the template in use; None if the model has none."""
         return self._model.chat_prompts.text(self._name)
 
     def choose(self, name: str | None) -> str:
-        """Use the template of this name from now on, and return it. Raises InvalidRequestError if there is none."""
+        """Use the template with this name from now on, and return it. Raises InvalidRequestError if there is none."""
         self._name = name
         if not self.text:
             named = "" if name is None else f" named {name!r}"
@@ -222,7 +222,7 @@ class ModelChat:
         return self.text
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """Return the prompt for a conversation; without ``add_generation_prompt`` it ends inside the last message.
+        """Return the prompt for a conversation. Without ``add_generation_prompt`` it ends within the last message.
 
         Raises TypeError and InvalidRequestError, see ``ChatTemplate.render``.
         """
@@ -245,9 +245,10 @@ Pair = tuple[tuple[str, str] | None, Tokens, Tokens]  # texts (for the cache), a
 class LlamapipeLM(TemplateLM):  # type: ignore[misc]
     """``llamapipe-lm-eval --model llamapipe --model_args path=model.gguf``; for the arguments see ``Options``.
 
-    One engine computes all requests of a call together, as many at a time as it has sequences, and equal contexts once.
+    One engine computes all requests of a call together, as many at once as it has sequences. Equal contexts are
+    computed once.
 
-    One thread at a time. Holds the model until ``close``, the end of the process, or its own collection. Raises
+    One thread at a time. The model stays loaded until ``close``, garbage collection or the end of the process. Raises
     TypeError and ValueError for bad arguments, and what ``Model`` and ``Engine`` raise.
     """
 
@@ -300,7 +301,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """Requests computed at once."""
+        """The number of requests computed at once."""
         return self.engine.n_seq_max
 
     @property
@@ -319,12 +320,12 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The harness's cache key for prompts made with the chat template, which is therefore a part of it."""
+        """The harness's cache key for prompts made with the chat template, so the template is part of it."""
         text = self._chat.text or ""
         return f"{self.model.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return facts that the harness writes beside its results."""
+        """Return facts that the harness stores with its results."""
         about = self.model.metadata.get("general.name", self.model.path.name)
         facts = {
             "model_name": about,
@@ -341,10 +342,10 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> Tokens:
-        """Return a text's token ids, control tokens in it included, as transformers reads it; never with a second BOS.
+        """Return a text's token ids, with control tokens parsed as in transformers, and never with a second BOS.
 
         ``add_special_tokens``: whether BOS comes first; None: as the argument ``add_bos_token`` or the vocabulary says.
-        No token is ever added at the end, because a continuation follows there.
+        No token is added at the end, because a continuation follows.
         """
         bos = self.model.bos
         wanted = self.options.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -361,7 +362,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return self.model.vocab.detokenize(ids, unparse_special=not skip_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the text of the model's chat template, or of the one with this name, which is used from now on.
+        """Return the source of the model's chat template, or of the named one, and use that from now on.
 
         Raises ValueError if there is none.
         """
@@ -390,7 +391,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts: every token once, given as many tokens before it as a window has."""
+        """Score whole texts: every token once, given the preceding tokens that fit into the window."""
         windows: list[Pair] = []
         counts = []
         for request in requests:
@@ -409,7 +410,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate the continuation of each context, up to the first of its ``until`` or the end of generation."""
+        """Generate each context's continuation, up to the first of its ``until`` texts or the end of generation."""
         # Check all first: a bad argument must not end a run after hours.
         params = [
             replace(sampling_params(request.args[1], self.max_gen_toks), adapter=self._adapter)
@@ -460,7 +461,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         return (slice(first, min(first + step, n)) for first in range(0, n, max(step, 1)))
 
     def _room(self, texts: tuple[str, str] | None, continuation: Tokens) -> int:
-        """Return how many tokens of a context fit before a continuation, whose last token is never computed."""
+        """Return how many context tokens fit before a continuation, whose last token is never computed."""
         if not continuation:
             raise ValueError(
                 f"the continuation of {texts} adds no token to its context, so there is nothing to score"
@@ -489,7 +490,7 @@ def _close(engine: Engine, model: Model) -> None:
 
 
 def cut(prompts: Sequence[Tokens], room: Sequence[int]) -> list[Tokens]:
-    """Return the last tokens of each that fit; the harness's own models cut texts in the same way."""
+    """Return the last tokens of each prompt that fit, as the harness's own models cut texts."""
     n = sum(len(tokens) > n_max for tokens, n_max in zip(prompts, room, strict=True))
     if n:
         _log.warning(

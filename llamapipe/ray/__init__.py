@@ -1,7 +1,7 @@
 """llamapipe on Ray (extra ``ray``): batch jobs with Ray Data, services with Ray Serve.
 
-Each actor or replica has one engine, made from an ``EngineSpec``. Ray starts, restarts and places the processes; what
-happens inside one is the engine's. Ray is imported when a name that needs it is used.
+Each actor or replica has one engine, made from an ``EngineSpec``. Ray starts, restarts and places the processes; inside
+each process, the engine does the work. Ray is imported when a name that needs it is used.
 """
 
 from __future__ import annotations

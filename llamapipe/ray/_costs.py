@@ -1,7 +1,7 @@
-"""Estimates a request's cost on each replica: the part of its prompt that is not computed there, and the load.
+"""Estimates a request's cost on each replica: the part of its prompt not yet computed there, and the load.
 
-Pure: knows neither Ray nor clocks. Requests go from the process that speaks HTTP to a replica, and are routed by the
-bytes of their prompts. KV cells belong to what made them, too, so a prompt has an owner: the adapters of the request
+Pure: it uses neither Ray nor clocks. Requests go from the HTTP process to a replica, and are routed by the bytes of
+their prompts. KV cells also depend on the adapters and the salt, so each prompt has an owner: the request's adapters
 with their scales, and its salt. Prompts of different owners share no chunks.
 """
 
@@ -56,9 +56,9 @@ class HttpRequest:
 class AdapterNames(NamedTuple):
     """The adapters of a deployment. Bodies of requests do not say whether ``model`` is one.
 
-    ``names``: what requests call them, the LoRAs first, in the order of the numbers that the field ``lora`` has.
-    ``activated``: the activated LoRAs among them. Before its invocation, which mostly ends a prompt, such a request
-    shares the cells of those without the adapter, so it is routed as one of them.
+    ``names``: the names that requests use, LoRAs first, in the order of the numbers in the field ``lora``.
+    ``activated``: the activated LoRAs among them. Up to the invocation, which usually ends a prompt, a request for such
+    a LoRA shares the cells of requests without the adapter, so it is routed as one of these.
     """
 
     names: Sequence[str] = ()
@@ -71,11 +71,11 @@ NO_ADAPTERS = AdapterNames()
 def prompt_and_owner(
     arguments: Sequence[object], options: Mapping[str, object], adapters: AdapterNames = NO_ADAPTERS
 ) -> tuple[bytes, bytes]:
-    """Return the prompt of a replica's call, as bytes that begin alike if prompts do, and what its cells belong to.
+    """Return the prompt of a replica's call, as bytes that begin alike if prompts do, and the owner of its cells.
 
     The prompt is empty if there is none; the owner is empty for the model alone without a salt. ``arguments``: an
-    ``HttpRequest``; or a text, token ids or messages, and ``SamplingParams``, which ``options``, the arguments by name,
-    may have instead.
+    ``HttpRequest``; or a text, token ids or messages, with ``SamplingParams``. ``options``: arguments by name, which
+    may include ``SamplingParams``.
     """
     first = arguments[0] if arguments else None
     if isinstance(first, HttpRequest):
@@ -88,7 +88,7 @@ def prompt_and_owner(
 
 
 def _body(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a body; none if it is no object: the replica's answer says what is wrong."""
+    """Return the fields of a body. A body that is not an object has none; the replica reports the error."""
     try:
         value = json.loads(body) if body else None
     except (ValueError, RecursionError):
@@ -103,7 +103,7 @@ def _of_body(body: Mapping[str, Any]) -> bytes:
 
 
 def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
-    """Return the adapters that a body names as its model, or by numbers, as ``SamplingParams.adapter`` has them."""
+    """Return the adapters that a body names as its model or by number, in the form of ``SamplingParams.adapter``."""
     model = body.get("model")
     if isinstance(model, str):
         for name in (model, model.removesuffix(":latest")):  # Ollama's clients may append it
@@ -116,7 +116,7 @@ def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
 
 
 def _owner(choice: object, salt: object, adapters: AdapterNames) -> bytes:
-    """Return 16 bytes for adapters and a salt, which may come from a body that nobody has checked; none for none."""
+    """Return 16 bytes for adapters and a salt, which may come from an unchecked body; empty if there are neither."""
     scales = choice if isinstance(choice, Mapping) else {choice: 1.0}
     try:
         used = sorted(
@@ -149,7 +149,7 @@ CHUNK_BYTES = 64  # prefixes are compared in chunks of this size
 
 
 def chunks_of(prompt: bytes, owner: bytes = b"") -> list[int]:
-    """Return a number for each whole chunk of a prompt, made of the owner, the chunk and all before it.
+    """Return a number for each whole chunk of a prompt, computed from the owner, the chunk and all earlier chunks.
 
     Equal prefixes of one owner have equal numbers. ``owner``: at most 64 bytes.
     """
@@ -163,7 +163,7 @@ def chunks_of(prompt: bytes, owner: bytes = b"") -> list[int]:
 
 @dataclass(frozen=True)
 class _Routed(Generic[R]):
-    """A request that a replica works on, the cost that it had there, and its prompt."""
+    """A request that a replica is working on, its cost there, and its prompt."""
 
     replica: R
     cost: int
@@ -174,9 +174,9 @@ class _Routed(Generic[R]):
 class PrefixCosts(Generic[R]):
     """The prefixes and the open work of each replica, as this router knows them. One thread.
 
-    ``n_remembered_bytes``: prompts that are remembered for each replica, the most recent ones; about what fits into its
-    KV cells. ``request_bytes``: what a request costs beside its prompt, for its generated tokens, in bytes of prompt.
-    Prompt bytes stand for tokens: a router has no tokenizer, and only compares.
+    ``n_remembered_bytes``: how many bytes of the most recent prompts are remembered for each replica; about as much as
+    fits into its KV cells. ``request_bytes``: the cost of a request's generated tokens, in bytes of prompt. Prompt
+    bytes stand for tokens, because a router has no tokenizer and only compares costs.
     """
 
     def __init__(self, n_remembered_bytes: int = 2**18, request_bytes: int = 1024) -> None:
@@ -198,10 +198,10 @@ class PrefixCosts(Generic[R]):
         return next((i for i, chunk in enumerate(chunks) if chunk not in known), len(chunks))
 
     def cost(self, replica: R, n_bytes: int, chunks: Sequence[int], n_queued: int = 0) -> int:
-        """Return the work that a replica has until this request is done, in bytes of prompt.
+        """Return the work, in bytes of prompt, that a replica has until this request is done.
 
-        ``n_queued``: requests that the replica is said to have. Those beyond the ones routed here came from other
-        routers, and count as requests without a prompt.
+        ``n_queued``: the number of requests that the replica reportedly has. Those that were not routed here came from
+        other routers, and count as requests without a prompt.
         """
         unmatched = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES
         n_others = max(n_queued - self._n_running.get(replica, 0), 0)
@@ -210,7 +210,7 @@ class PrefixCosts(Generic[R]):
     def ranked(
         self, replicas: Iterable[R], n_bytes: int, chunks: Sequence[int], n_queued: Mapping[R, int]
     ) -> list[R]:
-        """Rank replicas, the cheapest first; among equals, those with fewer requests, then those that came first."""
+        """Rank replicas, the cheapest first; among equals, by fewer requests, then by the given order."""
         costs = {
             replica: (self.cost(replica, n_bytes, chunks, n_queued.get(replica, 0)), n_queued.get(replica, 0))
             for replica in replicas
@@ -218,7 +218,7 @@ class PrefixCosts(Generic[R]):
         return sorted(costs, key=costs.__getitem__)
 
     def route(self, request: str, replica: R, n_bytes: int, chunks: Sequence[int]) -> None:
-        """Note that a replica is to get a request; a request that was noted for another one moves."""
+        """Note that a replica will get a request; a request noted for another replica moves."""
         self._remove(request)
         cost = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES + self._request_bytes
         self._routed[request] = _Routed(replica, cost, n_bytes, chunks)
@@ -233,13 +233,13 @@ class PrefixCosts(Generic[R]):
             known.popitem(last=False)
 
     def accepted(self, request: str, replica: R) -> None:
-        """Note which replica has got a request. One that has ended already, or was not noted, stays so."""
+        """Note which replica got a request. Requests that have ended or were never noted are ignored."""
         routed = self._routed.get(request)
         if routed is not None and routed.replica != replica:
             self.route(request, replica, routed.n_bytes, routed.chunks)
 
     def finish(self, request: str, replica: R | None = None) -> None:
-        """Note that a request has ended, however. ``replica``: do nothing if another one has it by now."""
+        """Note that a request has ended, for any reason. ``replica``: do nothing if another replica has the request."""
         routed = self._routed.get(request)
         if routed is not None and replica in (None, routed.replica):
             self._remove(request)
@@ -251,7 +251,7 @@ class PrefixCosts(Generic[R]):
             self._n_running[routed.replica] -= 1
 
     def keep(self, replicas: Iterable[R]) -> None:
-        """Forget all replicas but these."""
+        """Forget all replicas except these."""
         gone = self._known.keys() - set(replicas)
         for replica in gone:
             del self._known[replica], self._load[replica], self._n_running[replica]

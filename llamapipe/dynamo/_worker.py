@@ -164,7 +164,7 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
 
 
 def _with_bos(tokens: Sequence[int], vocab: Vocab) -> list[int]:
-    """Return the prompt, after a BOS if the model requires one: Dynamo's frontend adds none to plain prompts."""
+    """Return the prompt, with a BOS if the model requires one: Dynamo's frontend adds none to plain prompts."""
     prompt = list(tokens)
     if vocab.add_bos and vocab.bos is not None and prompt[:1] != [vocab.bos]:
         prompt.insert(0, vocab.bos)

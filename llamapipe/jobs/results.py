@@ -154,7 +154,7 @@ class ResultFile:
             yield from lines
 
     def _place(self, line: bytes, number: int) -> tuple[int, int, int]:
-        """Return a line's index, settings and record digest."""
+        """Return a line's index and settings, and a mark: the record's digest and whether it failed."""
         try:
             value = json.loads(line)
             index = value["index"] if "index" in value else value["id"].removeprefix(_ID)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class EventLoopThread:
     """A thread that runs an event loop until the block ends and then cancels its tasks.
 
-    It imports asyncio only then, which would be a third of the cost of importing llamapipe.
+    It imports asyncio only when it is made, because that would be a third of the cost of importing llamapipe.
     """
 
     def __init__(self) -> None:

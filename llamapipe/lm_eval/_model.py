@@ -456,7 +456,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
 
     # ---- helpers
     def _parts(self, n: int) -> Iterator[slice]:
-        """Split a run: all requests together; with a cache, in parts, so that one that ends early keeps its results."""
+        """Split a run into parts if there is a cache, so that a run that ends early keeps its results."""
         step = _PART if self.cache_hook.dbdict is not None else n
         return (slice(first, min(first + step, n)) for first in range(0, n, max(step, 1)))
 

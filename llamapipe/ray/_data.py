@@ -1,4 +1,4 @@
-"""Batch jobs with Ray Data: ``complete`` answers the rows of a dataset with a pool of engines.
+"""Batch jobs with Ray Data: ``complete`` answers a dataset's rows with a pool of engines.
 
 ``Completer`` is the class of its actors, for ``Dataset.map_batches``. Rows become records of a batch job, and answers
 become columns.
@@ -46,12 +46,12 @@ _JSON = ("tool_calls", "logprobs")
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Which columns a row's request is made of, and which columns its answer has.
+    """The columns that a row's request is made from, and the columns of its answer.
 
-    - ``prompt``: a column of texts or of lists of token ids; or a template of columns, ``"Translate: {text}"``.
-    - ``messages``: a column of conversations, in place of ``prompt``: lists of objects, or JSON.
-    - ``options``: a column of options of ``SamplingParams`` for single rows: objects, or JSON. Null is none.
-    - ``params``: for rows that do not say otherwise. ``prefix``: before the name of each column that is added.
+    - ``prompt``: a column of texts or of lists of token ids; or a template such as ``"Translate: {text}"``.
+    - ``messages``: a column of conversations instead of ``prompt``: lists of objects, or JSON.
+    - ``options``: a column with a row's options of ``SamplingParams``: objects, or JSON. Null means no options.
+    - ``params``: options for rows that do not set them. ``prefix``: precedes the name of each added column.
 
     Raises TypeError and ValueError.
     """
@@ -96,7 +96,7 @@ class RowFormat:
 
     @property
     def fields(self) -> list[str]:
-        """The columns that the prompt or the conversation is made of."""
+        """The columns that the prompt or the conversation is made from."""
         if not self.is_template:
             return [str(self.prompt if self.messages is None else self.messages)]
         names = (name for _, name, _, _ in string.Formatter().parse(str(self.prompt)))
@@ -104,7 +104,7 @@ class RowFormat:
 
     @property
     def added(self) -> dict[str, arrow.DataType]:
-        """The columns that answers have, without the prefix. The same for all rows of a job."""
+        """The columns of answers, without the prefix. They are the same for all rows of a job."""
         columns = dict(_COLUMNS)
         if self.messages is not None:
             columns |= _CHAT_COLUMNS
@@ -115,7 +115,7 @@ class RowFormat:
         return columns
 
     def check_columns(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a column is missing, or is there that answers would replace."""
+        """Raise ValueError if a column is missing, or if answers would replace one."""
         have = listed(names) or "none"
         for name in self.needed:
             if name not in names:
@@ -129,7 +129,7 @@ class RowFormat:
                 )
 
     def records(self, table: arrow.Table) -> list[Record]:
-        """Return the request of each row. A row that is wrong says so as its ``problem``."""
+        """Return the request of each row. A bad row has a ``problem``."""
         rows = table.select(self.needed).to_pylist()
         return [self._record(index, row) for index, row in enumerate(rows)]
 
@@ -150,7 +150,7 @@ class RowFormat:
             return Record(index, {}, str(error))
 
     def columns(self, answers: Iterable[RecordResult]) -> list[tuple[str, arrow.Array]]:
-        """Return the columns of the answers, with the prefix."""
+        """Return the columns of the answers, with the prefix in their names."""
         results = [_row(answer.result) for answer in answers]
         return [
             (self.prefix + name, arrow.array([row.get(name) for row in results], kind))
@@ -171,7 +171,7 @@ def _row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Return a text that Arrow can hold: lone surrogates, as in the message of an error, are replaced."""
+    """Return a text that Arrow can hold: lone surrogates, which error messages may have, are replaced."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -180,7 +180,7 @@ def _loaded(value: object) -> Any:
 
 
 def _options(value: object) -> dict[str, Any]:
-    """Return the options of a row. Rows of a table have all fields that any has, so a null there is no option."""
+    """Return the options of a row. In a table every row has every field, so a null means that an option is not set."""
     options = _loaded(value)
     if options is None:
         return {}
@@ -199,9 +199,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 class Completer:
-    """Answers batches of rows: adds a column for each part of the answers, ``error`` among them.
+    """Answers batches of rows and adds a column for each part of the answers, including ``error``.
 
-    A row that is wrong, or fails, has a text in ``error`` and nulls in the other columns; the others are not affected.
+    A row that is bad or fails has a text in ``error`` and nulls in the other columns; other rows are not affected.
     ``complete`` is the short way. Use the class with ``map_batches`` for options of Ray that ``complete`` lacks::
 
         ds.map_batches(
@@ -211,9 +211,9 @@ class Completer:
             compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=4),
         )
 
-    ``num_cpus``: the actor computes on at most this many cores; without it, ``n_sharing`` actors share a machine's.
-    For the others see ``complete``. Batches must have the format ``"pyarrow"``. All batches of an actor share its
-    engine, so several should be in flight.
+    ``num_cpus``: the actor computes on at most this many cores; without it, ``n_sharing`` actors share a machine's
+    cores. For the other arguments see ``complete``. Batches must have the format ``"pyarrow"``. All batches of an actor
+    share its engine, so several should be in flight.
 
     Raises as ``complete`` does, and what ``Model`` and ``Engine`` raise.
     """
@@ -240,7 +240,7 @@ class Completer:
         return f"<Completer {self.engine!r}>"
 
     async def __call__(self, batch: arrow.Table) -> AsyncIterator[arrow.Table]:
-        """Yield a batch's rows with their answers, in their order: a batch that is run again gives the same rows."""
+        """Yield a batch's rows with their answers, in order, so that a batch that is run again gives the same rows."""
         if not isinstance(batch, arrow.Table):
             raise TypeError(
                 f"a batch must be a pyarrow.Table: batch_format='pyarrow', not {type(batch).__name__}"
@@ -254,7 +254,7 @@ class Completer:
         yield batch
 
     def close(self) -> None:
-        """Close the engine and its model; a second call does nothing. Ray ends actors without it."""
+        """Close the engine and its model; a second call does nothing. Ray ends actors without calling it."""
         self._undo.close()
 
 
@@ -282,30 +282,30 @@ def complete(
     num_cpus: float | None = None,
     num_gpus: float | None = None,
 ) -> Dataset:
-    """Return the dataset with the answer to each row; lazy, and streamed while it is read or written.
+    """Return the dataset with the answer to each row. It is lazy, and streamed while it is read or written.
 
-    The columns of the rows stay, and ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
-    ``n_completion_tokens`` and ``error`` are added, for conversations also ``reasoning`` and ``tool_calls`` (JSON).
-    A row that is wrong, or fails, has a text in ``error``, and the job continues.
+    Rows keep their columns. The columns ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
+    ``n_completion_tokens`` and ``error`` are added, and for conversations also ``reasoning`` and ``tool_calls`` (JSON).
+    A row that is bad or fails has a text in ``error``, and the job continues.
 
-    - ``prompt``: a column of texts or of lists of token ids; or a template, ``"Translate: {text}"``. ``messages``: a
-      column of conversations instead (extra ``chat``).
-    - ``params``: for all rows. ``options``: a column of options of ``SamplingParams`` for single rows, as objects or
-      JSON. With it, or with ``params.n`` above 1, there is a column ``texts``; with it, or ``params.logprobs``, also
-      ``logprobs`` (JSON).
-    - ``actors``: the number of actors, each with its own engine, or the least and the most.
-    - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. A job that was stopped, for whatever
-      reason, is resumed when the same program is run again: what ``write_parquet`` and other methods have written to
-      files is not computed again, and each row is there once. Needs ``id``, and a dataset that is read from files.
+    - ``prompt``: a column of texts or of lists of token ids; or a template such as ``"Translate: {text}"``.
+      ``messages``: a column of conversations instead (extra ``chat``).
+    - ``params``: options for all rows. ``options``: a column with a row's options of ``SamplingParams``, as objects or
+      JSON. With ``options`` or ``params.n`` above 1, there is a column ``texts``; with ``options`` or
+      ``params.logprobs``, also ``logprobs`` (JSON).
+    - ``actors``: the number of actors, each with its own engine, or a pair of the fewest and the most.
+    - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. Running the same program again resumes
+      a job that was stopped for any reason: rows that ``write_parquet`` or other methods have written to files are not
+      computed again, and each row is written once. It needs ``id``, and a dataset that is read from files.
     - ``id``: the column that identifies a row: a text or a number, unique in the dataset.
-    - ``prefix``: before the names of the columns that are added.
-    - ``rows_per_task``: rows that are sent to an actor together, and computed again if it is killed; default: 128, or
-      the engine's ``n_seq_max`` if that is more. Four tasks of an actor run at once.
-    - ``num_cpus``, ``num_gpus``: what Ray reserves for an actor. An actor computes on at most ``num_cpus`` cores;
-      None: Ray reserves one, and the engines of a machine divide its cores among them.
+    - ``prefix``: precedes the names of added columns.
+    - ``rows_per_task``: how many rows are sent to an actor together, and computed again if it is killed; default: 128,
+      or the engine's ``n_seq_max`` if that is more. Each actor runs four tasks at once.
+    - ``num_cpus``, ``num_gpus``: how many Ray reserves for an actor. An actor computes on at most ``num_cpus`` cores;
+      None: Ray reserves one, and the engines on a machine divide its cores.
 
-    An actor that dies is started again, and its tasks with it. Raises TypeError and ValueError for wrong arguments,
-    ImportError without the extra ``ray``.
+    An actor that dies is restarted with its tasks. Raises TypeError and ValueError for wrong arguments, ImportError
+    without the extra ``ray``.
     """
     library = ray()
     import ray.data as ray_data
@@ -359,7 +359,7 @@ def mapped(
     actors: tuple[int, int],
     reserved: Mapping[str, Any],
 ) -> Dataset:
-    """Return the dataset with the columns that actors of a class add. ``n_rows``: rows of a task."""
+    """Return the dataset with the columns that actors of a class add. ``n_rows``: rows per task."""
     from ray.data import ActorPoolStrategy
 
     least, most = actors
@@ -404,7 +404,7 @@ def _checkpoint(
 
 
 def _warn_of_cpus(library: Any, n_actors: int, num_cpus: float | None, n_others: int) -> None:
-    """Warn where a job would wait: Ray gives its CPUs to the actors first, and then has none to read with."""
+    """Warn if a job would hang because Ray gives all CPUs to the actors and has none left for reading."""
     have = library.cluster_resources().get("CPU", 0)
     need = n_actors * (1 if num_cpus is None else num_cpus) + n_others
     if have < need:

@@ -1,7 +1,7 @@
-"""``Ingress``: takes HTTP requests, hands each to a replica, and says so when the replica dies.
+"""``Ingress``: takes HTTP requests, hands each to a replica, and reports when the replica dies.
 
-It is a separate process: when a replica is killed, what it was sending just ends. Only another process can tell the
-client that this was not the end of the text.
+It is a separate process: when a replica is killed, its output just stops. Only another process can tell the client that
+the text is incomplete.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _log = logging.getLogger("llamapipe.ray")
 class Ingress:
     """Forwards requests to the replicas of ``EngineReplica``, over the handle ``replicas``.
 
-    All routes and answers are those of ``llamapipe serve``. If a replica dies before its answer has begun, the answer
-    is 503, and clients such as OpenAI's try again by themselves. If it dies within a stream of events, the stream ends
-    with an event that holds an error.
+    The routes and answers are the same as in ``llamapipe serve``. If a replica dies before its answer has begun, the
+    answer is 503, and clients such as OpenAI's retry by themselves. If it dies during a stream of events, the stream
+    ends with an error event.
     """
 
     def __init__(self, replicas: Any, settings: ServerSettings | None = None) -> None:
@@ -73,7 +73,7 @@ class Ingress:
         )
 
     async def _relayed(self, messages: AsyncIterator[list[dict[str, Any]]], dialect: Dialect) -> Response:
-        """Return the answer, once it has begun."""
+        """Return the answer once it has begun."""
         begun = await anext(messages)
         start, rest = begun[0], begun[1:]
         # Serve gives its answers the id of the request, which is also the one that the replica used.
@@ -111,7 +111,7 @@ def _joined(messages: list[dict[str, Any]]) -> bytes:
 
 
 def _api_error(error: Exception) -> ApiError | None:
-    """Return the answer for an error of Ray's; None for one that is not expected."""
+    """Return the answer for an error of Ray's; None for an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RayActorError):

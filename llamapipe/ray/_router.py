@@ -17,11 +17,11 @@ from llamapipe.ray._costs import AdapterNames, PrefixCosts, chunks_of, prompt_an
 class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     """A request router of Ray Serve that takes the replica with the lowest cost.
 
-    The cost is the part of the prompt that a replica has not computed, plus the work that it has already. So requests
-    that begin alike go to one replica, until computing the prefix again on another one costs less than waiting.
-    Which prefixes a replica has is what this router sent there, with the same adapters and ``cache_salt``.
+    The cost is the part of the prompt that a replica has not computed, plus its pending work. So requests that begin
+    alike go to one replica until waiting there costs more than computing the prefix again on another one. The router
+    assumes that a replica has the prefixes it sent there, with the same adapters and ``cache_salt``.
 
-    ``deployment`` uses it; for a deployment of your own, give the class in ``RequestRouterConfig``.
+    ``deployment`` uses it; for your own deployment, pass the class in ``RequestRouterConfig``.
     ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray._costs.PrefixCosts``.
     ``adapters``, ``activated``: names that requests over HTTP use as models; see ``llamapipe.ray._costs.AdapterNames``.
     """
@@ -36,7 +36,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         adapters: Sequence[str] = (),
         activated: Sequence[str] = (),
     ) -> None:
-        """Take the options, before the first request: Ray Serve calls this. Raises TypeError and ValueError."""
+        """Take the options; Ray Serve calls this before the first request. Raises TypeError and ValueError."""
         for option, names in (("adapters", adapters), ("activated", activated)):
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise TypeError(f"{option} must be a list of names, not {type(names).__name__}")
@@ -52,7 +52,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas, each in its own rank, the cheapest first."""
+        """Return the replicas, the cheapest first, each in a separate rank."""
         prompt = owner = b""
         if pending_request is not None:
             prompt, owner = prompt_and_owner(pending_request.args, pending_request.kwargs, self._adapters)
@@ -73,7 +73,7 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         self._costs.accepted(pending_request.metadata.internal_request_id, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Note that the replica has done a request, or failed at it."""
+        """Note that the replica has finished a request or failed."""
         self._costs.finish(internal_request_id, replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -1,6 +1,6 @@
-"""Services with Ray Serve: ``deployment`` and ``openai_app``, with an engine for each replica.
+"""Services with Ray Serve: ``deployment`` and ``openai_app``, with an engine in each replica.
 
-``EngineReplica`` is the class of a deployment, called by any number of requests.
+``EngineReplica`` is the class of a deployment; any number of requests can call it at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_WAITING = 256  # messages of an answer that were not sent yet
 class EngineReplica:
     """One replica. Its methods are called through a handle: ``handle.generate.remote("Hello", params)``.
 
-    Streams need ``handle.options(stream=True)``. A request whose caller goes away is cancelled within a step.
+    Streams need ``handle.options(stream=True)``. If a caller goes away, its request is cancelled within a step.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EngineReplica:
     async def http(self, request: HttpRequest) -> AsyncGenerator[list[Message], None]:
         """Yield the answer that ``llamapipe serve`` would give, as ASGI messages; for a handle with ``stream=True``.
 
-        Each item has all messages that are there: sending one through Ray takes longer than computing a token.
+        Each item has all messages that are ready, because sending one through Ray takes longer than computing a token.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_MOST_WAITING)
         work = asyncio.ensure_future(self._answer(request, messages))
@@ -118,16 +118,16 @@ class EngineReplica:
         )  # not after a cancellation: then nothing is read any more, and there may be no room
 
     async def check_health(self) -> None:
-        """Raise if the engine is closed: Ray Serve replaces a replica that raises here, or does not answer in time.
+        """Raise if the engine is closed. Ray Serve replaces a replica that raises here or does not answer in time.
 
-        Waits until the engine's step has ended, so an engine that hangs is found as well.
+        It waits until the engine's step has ended, so it also detects an engine that hangs.
         """
         if self.engine.closed:
             raise RuntimeError(f"{self.engine!r} is closed")
         await asyncio.to_thread(self.engine.stats)
 
     def close(self) -> None:
-        """Close the engine and its model; a second call does nothing. Ray ends replicas without it."""
+        """Close the engine and its model; a second call does nothing. Ray ends replicas without calling it."""
         self._undo.close()
 
 
@@ -148,22 +148,22 @@ def deployment(
     autoscaling: Mapping[str, object] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Application:
-    """Make a deployment of Ray Serve, an engine in each replica, for ``serve.run`` or as part of another application.
+    """Make a Ray Serve deployment with an engine in each replica, for ``serve.run`` or another application.
 
     A handle has the methods ``generate`` and ``chat``, and with ``options(stream=True)`` also ``stream`` and
-    ``stream_chat``; they take what the engine's methods take, and return what these return. ``openai_app`` serves HTTP.
+    ``stream_chat``. They have the arguments and results of the engine's methods. ``openai_app`` serves HTTP.
 
-    - ``replicas``: their number, or the least and the most; Serve then adds replicas when a replica has more than
-      ``target_ongoing_requests`` requests on average, by default the engine's ``n_seq_max``. ``autoscaling``: more
-      fields of Serve's ``AutoscalingConfig``, such as ``{"upscale_delay_s": 5}``.
-    - ``max_ongoing_requests``: what a replica gets at once; default: four times ``n_seq_max``. Further ones wait for a
-      replica, up to ``max_queued_requests`` for each handle.
-    - ``num_cpus``, ``num_gpus``: what Ray reserves for a replica. A replica computes on at most ``num_cpus`` cores;
-      None: Ray reserves one, and the replicas of a machine divide its cores among them.
+    - ``replicas``: the number of replicas, or a pair of the fewest and the most. With a pair, Serve adds replicas when
+      a replica has more than ``target_ongoing_requests`` requests on average, by default the engine's ``n_seq_max``.
+      ``autoscaling``: more fields of Serve's ``AutoscalingConfig``, such as ``{"upscale_delay_s": 5}``.
+    - ``max_ongoing_requests``: how many requests a replica gets at once; default: four times ``n_seq_max``. More
+      requests wait for a replica, up to ``max_queued_requests`` for each handle.
+    - ``num_cpus``, ``num_gpus``: how many Ray reserves for a replica. A replica computes on at most ``num_cpus`` cores;
+      None: Ray reserves one, and the replicas on a machine divide its cores.
     - ``settings``: the limits and names of the HTTP routes.
     - ``options``: more arguments of ``serve.deployment``, such as ``{"health_check_period_s": 5}``.
 
-    Requests go to the replica with the least work; see ``PrefixCostRouter``. Serve replaces a replica that dies, or
+    Requests go to the replica with the least work; see ``PrefixCostRouter``. Serve replaces a replica that dies or
     whose engine does not answer. Raises TypeError and ValueError for wrong arguments, ImportError without the extra
     ``ray``.
     """
@@ -229,11 +229,12 @@ def openai_app(
     n_ingress: int = 1,
     **options: Any,
 ) -> Application:
-    """Make an application of Ray Serve with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
+    """Make a Ray Serve application with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
 
-    ``serve.run(openai_app(spec), route_prefix="/")``. ``options``: as for ``deployment``. ``n_ingress``: processes that
-    take HTTP requests and hand them to the replicas. If a replica dies, its streams end with an event that holds an
-    error, and requests that it had not begun to answer get 503. ``/metrics`` and ``/timeline`` show one replica.
+    Run it with ``serve.run(openai_app(spec), route_prefix="/")``. ``options``: as for ``deployment``. ``n_ingress``:
+    the number of processes that take HTTP requests and hand them to the replicas. If a replica dies, its streams end
+    with an error event, and requests that it had not begun to answer get 503. ``/metrics`` and ``/timeline`` show one
+    replica.
 
     Raises as ``deployment`` does.
     """

@@ -1,4 +1,4 @@
-"""``EngineSpec``: what a process needs to know to make its engine. It can be pickled; an engine cannot."""
+"""``EngineSpec``: the description from which a process makes its engine. Unlike an engine, it can be pickled."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def ray() -> Any:
 
 
 def n_sharing(ray: Any, n_actors: int) -> int:
-    """Estimate how many actors run on one machine: their number over that of the machines."""
+    """Estimate how many actors run on one machine: the number of actors divided by the number of machines."""
     n_machines = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
     return -(-n_actors // max(n_machines, 1))
 
 
 def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
-    """Return the cores that this process may compute on: those that Ray reserved for it, or its part of the machine's.
+    """Return how many cores this process may use: as many as Ray reserved, or its share of the machine's.
 
-    None: all of them, as long as other work leaves them.
+    None means all cores that other work leaves free.
     """
     if num_cpus:
         return math.ceil(num_cpus)
@@ -55,18 +55,19 @@ _NOT_PICKLED = {"path", "model", "progress"}
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A model and the options of the engine that runs it; frozen, and can be pickled.
+    """A model and the options of the engine that runs it. Frozen; can be pickled.
 
     - ``model``: the path of a GGUF file, which each machine must have; or ``hf:OWNER/REPO`` or
-      ``hf:OWNER/REPO/FILE.gguf`` of the Hugging Face Hub (extra ``hub``), which each machine downloads once.
+      ``hf:OWNER/REPO/FILE.gguf`` on the Hugging Face Hub (extra ``hub``), which each machine downloads once.
     - ``engine_options``: arguments of ``Engine`` and ``EngineTuning``, such as ``{"n_ctx": 2048, "n_ubatch": 1024}``.
     - ``model_options``: arguments of ``Model``, such as ``{"n_gpu_layers": 20}``.
-    - ``adapters``, ``control_vectors``: GGUF files, as ``model`` is given, by the names that requests call them
+    - ``adapters``, ``control_vectors``: GGUF files, in the same form as ``model``, by the names that requests use
       (``SamplingParams.adapter``; over HTTP, ``model``).
 
-    Values of options are checked where the engine is made.
+    The values of options are checked when the engine is made.
 
-    Raises TypeError and ValueError for options that ``Engine`` and ``Model`` do not have, and for a bad reference.
+    Raises TypeError and ValueError for options that ``Engine`` and ``Model`` do not have, and for a bad reference to a
+    file.
     """
 
     model: str | os.PathLike[str]
@@ -105,13 +106,13 @@ class EngineSpec:
 
     @property
     def n_seq_max(self) -> int:
-        """The requests that the engine computes at once."""
+        """How many requests the engine computes at once."""
         default = inspect.signature(Engine).parameters["n_seq_max"].default
         n = self.engine_options.get("n_seq_max", default)
         return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]
 
     def model_path(self) -> Path:
-        """Return the model's file on this machine; download it first, if it is one of the hub and not there yet.
+        """Return the model's file on this machine; download it first if it is on the hub and not yet here.
 
         Raises ImportError without the extra ``hub``, ModelLoadError if there is no such model.
         """
@@ -125,10 +126,10 @@ class EngineSpec:
 
     @contextmanager
     def opened(self, n_cores: int | None = None) -> Iterator[Engine]:
-        """Open an engine in this process, until the block ends. Raises what ``Model`` and ``Engine`` raise.
+        """Open an engine in this process until the block ends. Raises what ``Model`` and ``Engine`` raise.
 
-        ``n_cores``: this process computes on at most this many; None: all that it may use. The option ``n_threads`` is
-        stronger.
+        ``n_cores``: this process computes on at most this many cores; None: all that it may use. The option
+        ``n_threads`` takes precedence.
         """
         if n_cores is not None:
             limit_cores(n_cores)
@@ -142,7 +143,7 @@ class EngineSpec:
 
 
 def activated_loras(spec: EngineSpec) -> list[str]:
-    """Return the names of the activated LoRAs, as far as this machine has their files or can download them."""
+    """Return the names of the activated LoRAs whose files this machine has or can download."""
     return [name for name, file in spec.adapters.items() if _is_activated(file)]
 
 
@@ -154,7 +155,7 @@ def _is_activated(file: str | os.PathLike[str]) -> bool:
 
 
 def _checked_files(kind: str, by_name: object) -> dict[str, str]:
-    """Return files of adapters by name. Raises TypeError, ValueError."""
+    """Return the checked files of adapters by name. Raises TypeError, ValueError."""
     if not isinstance(by_name, Mapping):
         raise TypeError(f"{kind} must be a mapping from names to files, not {type(by_name).__name__}")
     files = {}

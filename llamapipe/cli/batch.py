@@ -256,7 +256,7 @@ class _Shown:
         )
 
     def end(self, progress: BatchSummary) -> None:
-        """Say what the job did."""
+        """Report the job's results."""
         if self._terminal.redraws:
             self._terminal.write("\r\x1b[2K")
         seconds = max(time.perf_counter() - self._began_s, 1e-9)

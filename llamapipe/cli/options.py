@@ -124,14 +124,15 @@ MODEL_HELP = (
 
 
 def draft_source(text: str) -> str | Path:
-    """Return what ``--draft`` names: a model, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
+    """Return the value of ``--draft``: a model's path, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
     return text if text in MTP_CHOICES else model_path(text)
 
 
 def model_path(text: str) -> Path:
-    """Return what ``--model`` names: a file, downloaded from the Hugging Face Hub if needed, or ``ollama:NAME``.
+    """Return the path for ``--model``: a file, downloaded from the Hugging Face Hub if needed, or ``ollama:NAME``.
 
-    Raises ArgumentTypeError for a name that is no model's, ModelLoadError and ImportError if there is no such model.
+    Raises ArgumentTypeError for a name that cannot be a model's, ModelLoadError and ImportError if there is no such
+    model.
     """
     from llamapipe.hub import PREFIX, hub_name, parse
 
@@ -176,7 +177,7 @@ def template_file(text: str) -> str:
 
 
 def mmproj_file(text: str) -> str | Path:
-    """Return what ``--mmproj`` names, as ``Model`` takes it. Raises ArgumentTypeError."""
+    """Return the value of ``--mmproj`` in the form for ``Model``. Raises ArgumentTypeError."""
     if not text.startswith("hf:"):
         return text if text in ("auto", "off") else path_of(text)
     from llamapipe.hub import parse

@@ -292,7 +292,7 @@ def _check_extras(args: argparse.Namespace) -> None:
 
 
 def _check_mcp(file: Path) -> None:
-    """Raise UsageError for a file of MCP servers that cannot be used."""
+    """Raise UsageError if the file of MCP servers cannot be used."""
     from llamapipe.server.mcp_file import entries_of
 
     try:

@@ -25,7 +25,8 @@ class UpstreamLostError(Exception):
 class Upstream(asyncio.Protocol):
     """One connection to a model's process: a request, then its answer, then the next request.
 
-    ``status``, ``headers``: those of the answer, after ``send``. ``is_free``: whether it can take a request.
+    ``status``, ``headers``: the answer's status and headers, after ``send``. ``is_free``: whether it can take a
+    request.
     """
 
     def __init__(self) -> None:

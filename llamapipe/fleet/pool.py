@@ -731,14 +731,14 @@ _LOAD_FAILED = "model_load_failed"
 
 
 def _cannot_load(model: PooledModel, why: str) -> ApiError:
-    """Return the answer to a request whose model cannot be loaded; remember why."""
+    """Return the error for a request whose model cannot be loaded, and remember the reason."""
     if model.failure != why:
         model.failure, model.failed_at = why, monotonic()
     return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)
 
 
 def _unloaded(model: PooledModel) -> ApiError:
-    """Return the answer to a request whose load was given up."""
+    """Return the error for a request whose load was given up."""
     return ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
 
 

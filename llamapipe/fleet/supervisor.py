@@ -54,7 +54,7 @@ class Backoff:
         return f"<Backoff n_short={self._n_short} n_failed={self._n_failed}>"
 
     def delay_s(self, served_s: float | None) -> float | None:
-        """Return the delay after a worker that served for ``served_s`` seconds; None: it was never ready.
+        """Return the delay after a worker that served for ``served_s`` seconds, or was never ready if that is None.
 
         Returns None if there should be no further attempt.
         """

@@ -117,9 +117,8 @@ _SYSTEM = Path("/sys/devices/system")
 class CoreShare:
     """One process's share of the cores.
 
-    ``cores``: the numbers of its cores; empty where the system cannot pin processes. ``n_threads``: how many threads
-    may compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its
-    cores.
+    ``cores``: the numbers of its cores; empty if the system cannot pin processes. ``n_threads``: how many threads may
+    compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its cores.
     """
 
     cores: tuple[int, ...]
@@ -231,7 +230,7 @@ def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
 
 
 def _listed(file: Path) -> set[int]:
-    """Return the numbers in a file such as ``0-3,8-11``; none if it cannot be read."""
+    """Return the numbers in a file with text such as ``0-3,8-11``; empty if it cannot be read."""
     try:
         text = file.read_text().strip()
         numbers: set[int] = set()

@@ -57,7 +57,7 @@ class RunDelay:
 
 
 class IdleCores:
-    """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError where it is missing.
+    """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError without that file.
 
     The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. While this process
     has its usual priority, the time of niced processes counts as idle, because the kernel would take it from them.

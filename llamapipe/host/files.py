@@ -37,9 +37,9 @@ if sys.platform == "win32":
     _PLACE = (None, None, 0, 2**30, None)
 
     def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
-        """Open a file that is no symbolic link; programs that are started do not get the descriptor. Raises OSError.
+        """Open a file unless it is a symbolic link; child processes do not inherit the descriptor. Raises OSError.
 
-        ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
+        ``flags``: flags of ``os.open`` for access and creation. ``mode``: the permissions of a new file.
         """
         if Path(path).is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -56,9 +56,9 @@ if sys.platform == "win32":
         return msvcrt.open_osfhandle(handle, flags | os.O_NOINHERIT)
 
     def lock(fd: int, wait: bool = True) -> None:
-        """Take the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+        """Take an open file's only lock. Raises BlockingIOError if another process has it and ``wait`` is false.
 
-        It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
+        The lock is released by ``unlock``, by closing the descriptor, and at the end of the process.
         """
         handle = ctypes.c_void_p(msvcrt.get_osfhandle(fd))
         if not _kernel.LockFileEx(
@@ -69,7 +69,7 @@ if sys.platform == "win32":
             raise ctypes.WinError(ctypes.get_last_error())
 
     def unlock(fd: int) -> None:
-        """Give back the lock of an open file."""
+        """Release the lock of an open file."""
         _kernel.UnlockFileEx(
             ctypes.c_void_p(msvcrt.get_osfhandle(fd)), 0, 1, 0, ctypes.byref(_Place(*_PLACE))
         )
@@ -80,7 +80,7 @@ if sys.platform == "win32":
         return os.read(fd, n)
 
     def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write to an open file from ``offset`` on, and return how many bytes. One thread at a time."""
+        """Write to an open file from ``offset`` on, and return the number of bytes written. One thread at a time."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
 
@@ -110,22 +110,22 @@ else:
     write_at = os.pwrite
 
     def open_file(path: str | Path, flags: int, mode: int = 0o600) -> int:
-        """Open a file that is no symbolic link; programs that are started do not get the descriptor. Raises OSError.
+        """Open a file unless it is a symbolic link; child processes do not inherit the descriptor. Raises OSError.
 
-        ``flags``: those of ``os.open`` that say how it is used, and whether it is made. ``mode``: of a new one.
+        ``flags``: flags of ``os.open`` for access and creation. ``mode``: the permissions of a new file.
         """
         # O_NONBLOCK: a pipe would be waited for.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def lock(fd: int, wait: bool = True) -> None:
-        """Take the one lock of an open file. Raises BlockingIOError if another has it and ``wait`` is false.
+        """Take an open file's only lock. Raises BlockingIOError if another process has it and ``wait`` is false.
 
-        It is given back by ``unlock``, when the descriptor is closed, and when the process ends.
+        The lock is released by ``unlock``, by closing the descriptor, and at the end of the process.
         """
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(fd: int) -> None:
-        """Give back the lock of an open file, also where a process that was forked holds it, too."""
+        """Release the lock of an open file, even if a forked process holds it, too."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def has_name(fd: int, path: Path) -> bool:

@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> int | None:
-    """Return the most bytes of memory and swap that this process could ever have; None where unknown. Any thread."""
+    """Return the most bytes of memory and swap that this process could ever have; None if unknown. Any thread."""
     try:
         values = _meminfo(_MEMINFO)
         limits = [values["MemTotal"] + values["SwapTotal"]]
@@ -80,7 +80,7 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _inactive_file(stat: Path, first_version: bool) -> int:
-    """Return the bytes of cached file pages that the kernel drops first; 0 where the file does not report them."""
+    """Return the bytes of cached file pages that the kernel drops first; 0 if the file does not report them."""
     name = "total_inactive_file" if first_version else "inactive_file"
     try:
         return int(dict(line.split(" ", 1) for line in stat.read_text().splitlines())[name])

@@ -458,7 +458,7 @@ def _check_layers(layers: object, n_layer: int) -> tuple[int, int]:
 def set_adapters(
     module: Any, entry: Any, owner: Any, adapters: AdapterSet | None, carries: bool = False
 ) -> None:
-    """Call a native entry that changes what ``owner`` computes with. Raises BackendError.
+    """Call a native function that sets the adapters of ``owner``. Raises BackendError.
 
     ``carries``: the set is a carrier, and ``assign_adapters`` chooses the adapters of each sequence's rows.
     """
@@ -468,7 +468,7 @@ def set_adapters(
 
 
 def assign_adapters(module: Any, entry: Any, owner: Any, seq_id: int, adapters: AdapterSet | None) -> None:
-    """Call a native entry that changes what a sequence's rows are computed with. Raises BackendError."""
+    """Call a native function that sets the adapters of a sequence's rows. Raises BackendError."""
     arguments = SetArguments(module, adapters)
     if entry(owner, seq_id, arguments.native) < 0:
         raise BackendError(f"the adapters of a sequence could not be changed: {last_error(module)}")

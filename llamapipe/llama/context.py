@@ -65,29 +65,36 @@ def _check_moe_cache(model: Model) -> None:
 class Context(Owner):
     """KV cells and compute buffers over a model.
 
-    ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
-    number needs ``kv_unified``). ``n_batch``/``n_ubatch``: most tokens in a decode and in the physical chunks it is cut
-    into (the batches of models that are not causal are not cut). ``n_outputs_max``: most output rows of a decode
-    (default: n_batch, or n_ubatch with a ring); ``n_more_outputs`` is added to it. The sum bounds memory.
-    ``type_k``/``type_v``: number format of the cache. ``flash_attn``: ``"auto"`` (off on software devices), ``"on"`` or
-    ``"off"``. ``n_threads``: threads that compute single tokens (default: the cores this process may use; give fewer
-    where other processes compute, since threads wait for each other by spinning). ``n_threads_batch``: threads that
-    compute several tokens (default ``n_threads``). ``n_states``: recurrent states of a sequence to keep in addition to
-    the last one, so that the last tokens of a decode can be removed. The attribute is the number kept: at most
-    ``n_ubatch`` - 2, and 0 if the model cannot keep any. ``swa_full``: layers with a sliding window keep all cells, not
-    only the last window's; the attribute is None without such layers. ``needs_states``: a sequence can only be
-    continued where its recurrent state or the cells of its last window are. ``drafts_for``: the context whose hidden
-    states (``keep_states``) this context drafts with. This context's model is then the MTP layers of that context's
-    model, or an EAGLE-3 file that belongs to it, and only ``draft`` may be called. ``n_ring_slots``: stage output rows
-    in a ring of this many times ``n_outputs_max`` rows, for a pipeline; ``logits`` has nothing then. ``has_ring`` is
-    False if there can be no ring. ``graph_sampling``: with a ring, the graph samples as well; the attribute says
-    whether it does, and ``graph_problem`` why not. ``batch_invariant``: llamapipe's kernels, in which rows do not
-    depend on each other, also compute products of floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes
-    of GPU memory for experts that are kept on the CPU.
+    - ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
+      number needs ``kv_unified``).
+    - ``n_batch``, ``n_ubatch``: most tokens in a decode, and in the physical chunks it is cut into (the batches of
+      models that are not causal are not cut).
+    - ``n_outputs_max``: most output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
+      ``n_more_outputs`` is added to it. The sum bounds memory.
+    - ``type_k``, ``type_v``: number formats of the cache. ``flash_attn``: ``"auto"`` (off on software devices),
+      ``"on"`` or ``"off"``.
+    - ``n_threads``: threads that compute single tokens (default: the cores this process may use; give fewer if other
+      processes compute, since threads wait for each other by spinning). ``n_threads_batch``: threads that compute
+      several tokens (default: ``n_threads``).
+    - ``n_states``: recurrent states of a sequence to keep in addition to the last one, so that the last tokens of a
+      decode can be removed. The attribute is the number kept: at most ``n_ubatch`` - 2, and 0 if the model cannot keep
+      any. ``needs_states``: a sequence can only be continued where its recurrent state or the cells of its last window
+      are.
+    - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None
+      without such layers.
+    - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
+      MTP layers of that context's model, or an EAGLE-3 file that belongs to it, and only ``draft`` may be called.
+    - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
+      ``logits`` has nothing then. ``has_ring`` is False if there can be no ring.
+    - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
+      ``graph_problem`` why not.
+    - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also compute products of
+      floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes of GPU memory for experts that are kept on
+      the CPU.
 
     The first thread that decodes owns the context until ``release_thread``. Close it before its model.
 
-    Raises TypeError and ValueError for bad arguments, BackendError when it cannot be created (out of memory).
+    Raises TypeError and ValueError for bad arguments, BackendError if the context cannot be created (out of memory).
     """
 
     def __init__(
@@ -336,7 +343,7 @@ class Context(Owner):
         )
 
     def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
-        """Compute with these adapters from the next decode on; None: with the model alone. Raises BackendError.
+        """Compute with these adapters from the next decode on, or with the model alone if None. Raises BackendError.
 
         ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` assigns one.
         """

@@ -202,7 +202,7 @@ class _Sizes:
         return sees, n
 
     def _layers(self, heads_kv: list[int]) -> tuple[list[int], list[int]]:
-        """Return the layers with a recurrent state, and those with cells."""
+        """Return the layers with a recurrent state, and the layers with cells."""
         arch, own, whole = self._arch, range(self._n_own), range(self._n_all)
         if arch in _RECURRENT:
             return list(own), []

@@ -94,9 +94,8 @@ class Model(Owner):
       is raised here.
     - ``vocab_only``: load no weights, for tokenizing only.
     - ``chat_template``: replaces the file's template: Jinja source, or the path of a file with it.
-    - ``rpc``: addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before
-      those of ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, this process ends,
-      too.
+    - ``rpc``: addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before the
+      local ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, this process ends, too.
     - ``tool_calls``: ``"lenient"`` also reads an answer of plain JSON as tool calls; ``"strict"`` reads only what the
       chat template marks as a call.
     - ``kernels``: with ``"auto"``, weights on the CPU are packed for llamapipe's matrix kernels if it has one for their

@@ -59,7 +59,7 @@ class Guide(Protocol):
         """Start again after these tokens. Raises DecodeError if they are not allowed."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its resources."""
 
 
 class SamplerChain(Owner):

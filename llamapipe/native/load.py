@@ -1,8 +1,8 @@
 """Loads the native module and its backends, and passes native log records to ``logging``.
 
-The module is in this file's folder. Backends are loaded only from this folder and from those of backend packages
-(``llamapipe-cuda``, ``llamapipe-vulkan``), never from the folder of another llama.cpp.
-Importing this file does nothing: the first object that needs llama.cpp calls ``native()``.
+The module is in this file's folder. Backends are loaded only from this folder and the folders of backend packages
+(``llamapipe-cuda``, ``llamapipe-vulkan``), never from the folder of another llama.cpp. Importing this file does
+nothing: the first object that needs llama.cpp calls ``native()``.
 """
 
 from __future__ import annotations

@@ -204,6 +204,6 @@ def _fail(message: str, status: int) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Discard buffered output; otherwise Python reports a BrokenPipeError at exit."""
+    """Discard buffered output; otherwise Python would report a BrokenPipeError at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

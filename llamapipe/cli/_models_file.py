@@ -169,7 +169,7 @@ def _place(file: str, folder: Path) -> str:
 
 
 def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
-    """Return a table of names and files as the command line's ``NAME=FILE`` would be parsed."""
+    """Return a table's names and files, as they would be parsed from ``NAME=FILE`` on the command line."""
     if not isinstance(value, dict) or not all(isinstance(file, str) and file for file in value.values()):
         raise UsageError(f'{where} must be a table of names and files, such as {{ style = "style.gguf" }}')
     return [(name, str(folder / file)) for name, file in value.items()]

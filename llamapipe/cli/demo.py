@@ -289,8 +289,8 @@ class Board:
     On a terminal that is wide enough, the columns are side by side and each shows its last `n_lines` lines. Elsewhere
     every finished sentence becomes a line that begins with its title, so that a log shows the interleaving as well.
 
-    As a context manager it hides the cursor, and at the end draws the last state and shows the cursor again. One
-    thread.
+    As a context manager, it hides the cursor, and at the end draws the last state and shows the cursor again. It
+    belongs to one thread.
     """
 
     def __init__(self, terminal: Terminal, titles: list[str], n_lines: int = 7) -> None:

@@ -378,7 +378,7 @@ class FrontServer(HttpServer):
             await self.front.reload()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Start draining at the first signal, cancel what runs at the second, kill the processes at the third."""
+        """Drain at the first signal, cancel running requests at the second, kill the processes at the third."""
         super().handle_exit(sig, frame)
         self._n_signals += 1
         if self._n_signals > 1 and self.loop is not None:

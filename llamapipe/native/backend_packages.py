@@ -67,7 +67,7 @@ class BackendPackage:
 
 
 def installed() -> list[BackendPackage]:
-    """Return the backend packages on Python's search path. Empty on systems where llama.cpp cannot load them."""
+    """Return the backend packages on Python's search path; none on systems where llama.cpp cannot load them."""
     if sys.platform == "win32":
         return []
     packages = (_find(backend) for backend in NAMES)

@@ -54,7 +54,7 @@ class HttpRequest:
 
 
 class AdapterNames(NamedTuple):
-    """The adapters of a deployment. Bodies of requests do not say whether ``model`` is one.
+    """The adapters of a deployment. A request's body does not say whether ``model`` names one.
 
     ``names``: the names that requests use, LoRAs first, in the order of the numbers in the field ``lora``.
     ``activated``: the activated LoRAs among them. Up to the invocation, which usually ends a prompt, a request for such

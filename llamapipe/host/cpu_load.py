@@ -213,7 +213,7 @@ def has_run_delay() -> bool:
 
 
 class CoreBudget:
-    """A number of cores, divided among the members that are computing, in the order in which they began. Any thread."""
+    """Divides ``n_cores`` among the members in ``computing``, in the order in which they began. Any thread."""
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores

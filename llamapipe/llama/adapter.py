@@ -355,7 +355,7 @@ class ModelAdapters:
                 part.forget()
 
     def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
-        """Return the adapters that ``Engine(adapters=…)`` has or names. Raises TypeError, InvalidRequestError."""
+        """Return the adapters that ``Engine(adapters=…)`` holds or names. Raises TypeError, InvalidRequestError."""
         if isinstance(adapters, (str, Named)):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
         result = []

@@ -7,9 +7,9 @@
         print(out.text)
 
 ``Model`` loads a file. ``Engine`` completes prompts and holds conversations for all threads and tasks: ``generate``,
-``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` has the options of a request.
+``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` holds the options of a request.
 ``run_batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
-``lp.types`` has what few programs name, ``lp.lowlevel`` what drives the pipeline without an engine.
+``lp.types`` has types that few programs name; ``lp.lowlevel`` drives the pipeline without an engine.
 """
 
 from importlib import import_module
@@ -123,7 +123,7 @@ _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 if not TYPE_CHECKING:  # type checkers would take every name for one of ours
 
     def __getattr__(name: str) -> object:
-        """Import a public name on first use. An AttributeError has the nearest name, or the missing import."""
+        """Import a public name on first use. An AttributeError suggests the nearest name, or the missing import."""
         if name in _HOMES:
             value = globals()[name] = getattr(import_module(f"llamapipe.{_HOMES[name]}"), name)
             return value

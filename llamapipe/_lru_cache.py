@@ -1,6 +1,7 @@
-"""A cache of the values used last, whose values are made outside its lock.
+"""An LRU cache that makes its values outside its lock.
 
-Use it where ``functools.lru_cache`` does not fit: where a value may turn bad, or where its arguments must not be kept.
+Use it where ``functools.lru_cache`` does not fit: where a value may become invalid, or where the arguments must not be
+kept alive.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class LruCache(Generic[T]):
-    """The ``n`` values used last, by their keys. Any thread."""
+    """The ``n`` most recently used values, by key. Any thread."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -23,7 +24,7 @@ class LruCache(Generic[T]):
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T], is_good: Callable[[T], bool] = lambda _: True) -> T:
-        """Return the good value kept for ``key``, else what ``make`` gives, which two threads may call at once."""
+        """Return the valid value kept for ``key``, else call ``make``, which two threads may do at once."""
         with self._lock:
             if key in self._values and is_good(self._values[key]):
                 self._values.move_to_end(key)

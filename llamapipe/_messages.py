@@ -1,8 +1,8 @@
-"""Words messages about wrong names and values: the value, the nearest known name, and what to use instead.
+"""Texts of error messages about wrong names and values: the value, the nearest known name, what to use instead.
 
-Open this file to help people who come from another library or program: ``INSTEAD`` has the names that they bring and
-what they are here. Every "did you mean" is ``did_you_mean``; names of sampling options elsewhere are in
-``_sampling_table``.
+Open this file to help people who come from another library or program: ``INSTEAD`` maps the names that they know to the
+names used here. ``did_you_mean`` makes every "did you mean". ``_sampling_table`` has the names of sampling options
+elsewhere.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
 
 
 def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
-    """Return what to use instead of a name from elsewhere: a ``known`` name, or advice. None: no table has it."""
+    """Return what to use instead of a name from elsewhere: a ``known`` name, or advice; None if no table lists it."""
     advice = INSTEAD.get(place, {}).get(name)
     if advice is None or isinstance(advice, str):
         return advice
@@ -237,9 +237,9 @@ _LEAST_LIKE_PATH = 0.8
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the same name in another case, else the most similar one, else the shortest that begins with ``name``.
+    """Return the known name that differs only in case, else the most similar, else the shortest with this beginning.
 
-    None: there is none.
+    Returns None if there is none.
     """
     from difflib import get_close_matches
 
@@ -253,9 +253,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
-    """Return text to append to a message about an unknown name: what to use instead, or the nearest name, or nothing.
+    """Return text to append to a message about an unknown name: what to use instead, the nearest name, or nothing.
 
-    ``place``: where in ``INSTEAD`` the name is looked up.
+    ``place``: the entry of ``INSTEAD`` to look the name up in.
     """
     names = list(known)
     advice = instead_of(name, place, names)
@@ -266,10 +266,10 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 
 
 def path_meant(path: str, known: Iterable[str]) -> str | None:
-    """Return the known path of a server that is probably meant by another one; None: there is none.
+    """Return the known server path that an unknown one probably means; Returns None if there is none.
 
-    There may be a typing error; or the base URL has a part too many or too few (``/v1/v1/messages``, ``/messages``); or
-    the end is missing, if only one path begins so, or all others begin with that one.
+    The path may contain a typing error. The base URL may have a part too many or too few (``/v1/v1/messages``,
+    ``/messages``). Or the end may be missing, if only one path begins like this, or all others begin with that one.
     """
     from difflib import get_close_matches
 
@@ -288,14 +288,14 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = "") -> AttributeError:
-    """Make an AttributeError for a missing attribute, with what to use instead, or the nearest public one."""
+    """Make an AttributeError for a missing attribute. It says what to use instead, or names the nearest public one."""
     hint = did_you_mean(name, [other for other in known if not other.startswith("_")], place)
     # With a name and no object, Python's traceback adds no suggestion.
     return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
 
 
 def missing_import(module: str, name: str) -> Exception:
-    """Make the error for a name of a module of llama_cpp that is not here. An AttributeError would lose its text."""
+    """Make the error for a name of a llama_cpp module that llamapipe lacks. An AttributeError would lose its text."""
     if name.startswith("__"):
         return AttributeError(name)
     table = INSTEAD["llama_cpp"]
@@ -306,7 +306,7 @@ def missing_import(module: str, name: str) -> Exception:
 
 # ---- options of functions
 def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Callable[[F], F]:
-    """Make a decorator. For an unknown keyword, the TypeError names the nearest option, or the class that has it.
+    """Make a decorator that explains unknown keywords. The TypeError names the nearest option, or the class with it.
 
     ``elsewhere``: the names of other classes' options, by class.
     """
@@ -329,7 +329,7 @@ def explains_fields(cls: C) -> C:
 
 
 def explains_keywords(function: F) -> F:
-    """Explain a method's keywords: for a field of ``SamplingParams``, its TypeError shows the call that was meant."""
+    """Explain a method's keywords: if one is a field of ``SamplingParams``, the TypeError shows the intended call."""
     name = function.__name__
 
     def explain(keywords: Mapping[str, Any], known: frozenset[str]) -> str:
@@ -359,7 +359,7 @@ def _all(names: Iterable[str]) -> str:
 
 
 def _explained(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]], str]) -> F:
-    """Return a function that checks its keywords first; still a coroutine function if it was one."""
+    """Wrap a function so that it checks its keywords first. A coroutine function stays one."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     known = frozenset(names) - {"self", "cls"}
@@ -384,7 +384,7 @@ _LEAST_LIKE = 0.7  # a suggestion that is less like the option misleads
 
 
 def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str] = ()) -> str:
-    """Return what to add to a message about an unknown option: its name here, advice, or the nearest name; or nothing.
+    """Return what to add to a message about an unknown option: its name here, advice, the nearest name, or nothing.
 
     ``known``: the options of the command. ``fields``: the fields of requests, if the command is a server.
     """
@@ -423,7 +423,7 @@ _NAME = re.compile(r"(?<![-'\w])[a-z]+(?:_[a-z]+)+(?!['=\w])")
 
 
 def too_long(what: str, n_ctx: int, advice: str = "", room: int = 1) -> str:
-    """Say what is wrong with a prompt that leaves too little room in its context: ``what`` says how long it is."""
+    """Describe the problem with a prompt that leaves too little room in its context; ``what`` says how long it is."""
     free = "one must stay free" if room == 1 else f"{room} must stay free for the answer (min_room)"
     return f"{what}; n_ctx is {n_ctx} and {free}: shorten it, {advice}or raise n_ctx"
 
@@ -433,9 +433,9 @@ DROP_TURNS = 'set truncation="auto" to drop the oldest turns, '
 
 
 def with_flags(text: str, known: Container[str] | None = None) -> str:
-    """Return an error's text; where it advises another value of an engine's option, with that of the command line.
+    """Return an error's text in which advice about an engine's option also names the command-line flag.
 
-    ``known``: the options that the command has; None: all of them.
+    ``known``: the options that the command has; None means all.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -451,9 +451,9 @@ def with_flags(text: str, known: Container[str] | None = None) -> str:
 
 
 def as_options(text: str, options: Mapping[str, str]) -> str:
-    """Return the text of an error about arguments that came from a command line, with the options that were typed.
+    """Return the text of an error about arguments from a command line, with the options that the user typed.
 
-    ``options``: those of the command, by the names of their arguments.
+    ``options``: the command's options, by the names of their arguments.
     """
     first = _FIRST.match(text)
     if first is not None and first[0] in options:
@@ -463,14 +463,14 @@ def as_options(text: str, options: Mapping[str, str]) -> str:
 
 # ---- values
 def shown(n: int) -> str:
-    """Return a number as text for a message; Python refuses to write integers of over 4,300 digits."""
+    """Return a number as text for a message: Python refuses to write integers of over 4,300 digits."""
     return str(n) if abs(n) < 10**40 else f"{'-' if n < 0 else ''}a number of {n.bit_length()} bits"
 
 
 def readable(name: str) -> str:
-    r"""Return a file's name, or another one from outside, as every output takes it.
+    r"""Return a file's name, or another name from outside, in a form that every output accepts.
 
-    What is not UTF-8 in it (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
+    Bytes that are not UTF-8 (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
     """
     return _UNREADABLE.sub(lambda match: _escaped(match[0]), name)
 
@@ -483,7 +483,7 @@ def _escaped(character: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value as Python writes it, for a message; cut after about 100 characters."""
+    """Return a value as Python writes it, for a message, cut after about 100 characters."""
     if isinstance(value, int):
         return shown(value) if type(value) is int else repr(value)
     is_text = isinstance(value, (str, bytes, bytearray))
@@ -497,7 +497,7 @@ def quoted(value: object) -> str:
 
 
 def size_text(n_bytes: float) -> str:
-    """Return a number of bytes for people, as ``1.5 GiB``."""
+    """Return a number of bytes in readable form, such as ``1.5 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:,.1f} {unit}"

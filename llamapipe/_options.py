@@ -1,10 +1,10 @@
-"""The options of engines, models, embedders and servers, a row each: type, range, names on the command line, help.
+"""The options of engines, models, embedders and servers, one row each: type, range, command-line names, help.
 
-Open this file to add an option, or to change a range, a help text or a name. An option is a row here, a typed field or
-argument where callers set it (``Engine``, ``EngineTuning``, ``Model``, ``Embedder``, ``ServerSettings``), and its one
-use. Its check (``arguments.int_of`` and its neighbours), its flag in every command, the flag that an error names, the
-default that the help shows, and its rows of ``docs/reference/options.md`` and ``docs/guides/server.md`` follow from the
-row. ``tests/test_options.py`` compares them all.
+Open this file to add an option, or to change a range, a help text or a name. An option consists of a row here, a typed
+field or argument where callers set it (``Engine``, ``EngineTuning``, ``Model``, ``Embedder``, ``ServerSettings``), and
+the code that uses it. The row determines its check (``arguments.int_of`` and the functions next to it), its flag in
+every command, the flag that an error names, the default that the help shows, and its rows in
+``docs/reference/options.md`` and ``docs/guides/server.md``. ``tests/test_options.py`` compares them all.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class Option:
     """An option of an engine, a model, an embedder or a server.
 
     - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
-    - ``choices``: the values of a text, where it has few.
-    - ``help``, ``metavar``: on the command line; ``metavar`` None: no command has it.
-    - ``flag``: its name there, unless that is the option's with dashes. ``aliases``: llama.cpp's names for it.
-    - ``is_off``: the flag, which begins with ``--no-``, turns it off. ``repeats``: the flag adds a value.
-    - ``none``: what the help says of the default None.
-    - ``over``: how the server answers what is over a limit.
+    - ``choices``: the allowed values, for a text that has only a few.
+    - ``help``, ``metavar``: used on the command line; if ``metavar`` is None, no command has the option.
+    - ``flag``: its name on the command line, if that is not the option's name with dashes. ``aliases``: llama.cpp's
+      names for it.
+    - ``is_off``: the flag begins with ``--no-`` and turns the option off. ``repeats``: each use of the flag adds a
+      value.
+    - ``none``: what the help says about the default None.
+    - ``over``: how the server answers requests over the limit.
     """
 
     kind: Kind

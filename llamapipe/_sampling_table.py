@@ -1,4 +1,4 @@
-"""The options of a request, a row each: type, range, neutral value, and the names they have elsewhere.
+"""The options of a request, one row each: type, range, neutral value, and names in other programs.
 
 Open this file to add an option, or to change a range, a help text or a name. ``SamplingParams`` has a typed field for
 each row. Its checks, the numbers of the native struct (``llama/sampling_options.py``), the fields of requests to the
@@ -6,10 +6,10 @@ server (``server/_sampling.py``), the options of the command line (``cli/options
 programs and the table in ``docs/sampling.md`` are made from the rows. ``tests/test_sampling_table.py`` compares them
 all. CONTRIBUTING.md has the steps.
 
-These rows are not rows of ``_options.py``, because they answer other questions. An option of a request has a neutral
-value, a sampler, a place in a native struct and up to five names in APIs and other programs; one of an engine or a
-server has none of these, but a flag with a name, aliases and an answer to what is over the limit. One type for both
-would leave most of its fields empty in every row. ``Kind`` and the checks are common.
+These rows are separate from the rows of ``_options.py`` because they have other columns. A request option has a neutral
+value, a sampler, a place in a native struct and up to five names in APIs and other programs. An engine or server option
+has none of these; it has a flag with a name, aliases and an answer to requests over the limit. One type for both would
+leave most of its fields empty in every row. Both use ``Kind`` and the same checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class Kind(Enum):
-    """The kind of value that an option holds. Each user of the table says what it makes of a kind."""
+    """The kind of value that an option holds. Each user of the table decides how it treats a kind."""
 
     INT = auto()
     SIZE = auto()  # bytes
@@ -47,13 +47,14 @@ class SamplingOption:
 
     - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
     - ``neutral``: the value with which the option changes nothing, where it has one.
-    - ``sampler``: the name in ``SAMPLER_ORDER`` of the sampler that any other value than the default turns on.
-    - ``is_native``: ``lp_sampling_options`` has a number of this name.
-    - ``metavar``: its value on the command line; None: no command has it, and ``why_no_flag`` says why.
+    - ``sampler``: the sampler, by its name in ``SAMPLER_ORDER``, that any value other than the default turns on.
+    - ``is_native``: ``lp_sampling_options`` has a numeric field of this name.
+    - ``metavar``: its value's name in the command-line help. If None, no command has the option, and ``why_no_flag``
+      says why.
     - ``flags``: llama.cpp's short names, which the command line also accepts.
-    - ``fields``: its names in requests to the server, which all mean the same; None: its own. Empty: ``why_no_field``
-      says why, and ``route_fields`` are the names that single routes have for it.
-    - ``elsewhere``: names in other programs and APIs, for hints; those of command lines begin with a dash.
+    - ``fields``: its names in requests to the server, all with the same meaning; None means its own name. If empty,
+      ``why_no_field`` says why, and ``route_fields`` lists the names that single routes use.
+    - ``elsewhere``: names in other programs and APIs, for hints; command-line names begin with a dash.
     """
 
     kind: Kind

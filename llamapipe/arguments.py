@@ -1,4 +1,4 @@
-"""Checks of arguments, made before any C call: a failed GGML_ASSERT would end the process.
+"""Argument checks, which run before any C call: a failed GGML_ASSERT would end the process.
 
 Every check returns the value in its plain Python type, or raises an error that names the argument, the value and the
 limit.
@@ -46,7 +46,7 @@ _BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
 def path_of(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path, with ``~`` expanded as in a shell, unless a file has exactly that name.
 
-    Raises TypeError for other types, ValueError if there is no home folder to take.
+    Raises TypeError for other types, ValueError if there is no home folder.
     """
     result = Path(os.fsdecode(path))
     if not str(result).startswith("~") or result.exists():
@@ -152,7 +152,7 @@ def refuse_table(name: str, value: object) -> None:
 
 
 def from_column(name: str, value: Any) -> Any:
-    """Return ``value``; of a column of a pandas, polars or pyarrow table, return a list of its values.
+    """Return ``value``, or a list of its values if it is a column of a pandas, polars or pyarrow table.
 
     Raises TypeError for a whole table.
     """

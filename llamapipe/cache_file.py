@@ -1,12 +1,12 @@
 """Files of cached sequences: their names, their heads, and hashes of tokens.
 
-Open this file to change the format. A file is one sequence: its magic, the lengths of its head and of its snapshot, a
-checksum of the head, the head as JSON, and the snapshot. The head has what says whose the sequence is and where it is
-of use, so that nobody reads a snapshot in vain: its key, hashes of its blocks, the places of its states, and its marks.
-A mark is a number in place of a token, where an activated LoRA begins.
+Open this file to change the format. A file holds one sequence: a magic number, the lengths of the head and of the
+snapshot, a checksum of the head, the head as JSON, and the snapshot. The head says who may use the sequence and for
+which prompts, so that no snapshot is read in vain: it has the key, hashes of the blocks, the places of the states, and
+the marks. A mark is a number in place of a token, where an activated LoRA begins.
 
-The files are in the subfolders of a folder, one for each form of cells. ``_engine.runtime.disk_cache`` decides what is
-written, read and deleted; ``forget`` is for programs that have no engine.
+The cache folder has a subfolder for each form of cells. ``_engine.runtime.disk_cache`` decides which files are written,
+read and deleted; ``forget`` is for programs that have no engine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DEEPEST = 8  # tuples in one another, of keys: those that engines make have few
 
 
 class Head(NamedTuple):
-    """A file's description of its sequence. ``blocks``: their hashes; ``tail``: the hash of the tokens after them.
+    """A file's description of its sequence. ``blocks``: hashes of its blocks; ``tail``: the hash of the other tokens.
 
-    ``has_cells``: the cells can be used to their end. ``places``: where states are, each with the hash of the tokens
-    after its last whole block. ``marks``: negative numbers in place of tokens.
+    ``has_cells``: the cells can be used up to their end. ``places``: where states were saved, each with the hash of the
+    tokens after its last whole block. ``marks``: negative numbers in place of tokens.
     """
 
     cache_key: Hashable
@@ -52,14 +52,14 @@ class Head(NamedTuple):
 
 
 def is_writable(key: Hashable) -> bool:
-    """Return whether a key means the same in another process: it is made of texts, bytes, numbers and None."""
+    """Return whether a key means the same in another process, being made of texts, bytes, numbers and None."""
     if isinstance(key, tuple):
         return all(map(is_writable, key))
     return key is None or isinstance(key, (str, bytes, int, float))
 
 
 def name_of(tokens: Sequence[int], cache_key: Hashable) -> str:
-    """Return the name of a sequence's file."""
+    """Return the file name of a sequence."""
     digest = blake2b(repr(cache_key).encode(), digest_size=16)
     digest.update(array("q", tokens))
     return digest.hexdigest() + SUFFIX
@@ -75,7 +75,7 @@ def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
 
 
 def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
-    """Return the head of a file, and the number of bytes after it, which follow. Raises OSError, ValueError."""
+    """Return the head of a file, and the number of bytes that follow it. Raises OSError, ValueError."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     start = file.read(_START.size)
@@ -114,9 +114,9 @@ def _checked(fields: Any) -> Head:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """Open a file of this user, with one name, for reading.
+    """Open a file for reading, if it belongs to this user and is no symbolic link.
 
-    Raises OSError; ValueError for one that others could write.
+    Raises OSError; ValueError for a file that others could write.
     """
     fd = files.open_file(path, os.O_RDONLY)
     with FileIO(fd) as file:
@@ -156,9 +156,9 @@ def subfolders(root: Path) -> list[str]:
 
 
 def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
-    """Delete the files of the wanted keys in all subfolders of a folder. Raises OSError.
+    """Delete the files of the selected keys in all subfolders of a folder. Raises OSError.
 
-    Nobody may write there meanwhile.
+    No other program may write there during the call.
     """
     with suppress(FileNotFoundError):
         for folder in subfolders(root):
@@ -170,7 +170,7 @@ def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
 
 
 def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
-    """Return whether a file is of a wanted key. Those that no engine would read are of none."""
+    """Return whether a file belongs to a selected key. A file that no engine would read belongs to none."""
     with suppress(FileNotFoundError, ValueError), opened(path) as file:
         return is_wanted(read_head(file)[0].cache_key)
     return False
@@ -178,15 +178,16 @@ def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
 
 # ---- keys in JSON
 def _bytes_as_json(value: object) -> dict[str, str]:
-    """Return the bytes of a key, in an object."""
+    """Return the bytes of a key as a JSON object."""
     assert isinstance(value, bytes)
     return {"hex": value.hex()}
 
 
 def _as_tuple(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return a value with its lists made tuples.
+    """Return a value with its lists converted to tuples.
 
-    Raises ValueError for deep ones: functions of keys call themselves, and an engine's thread must never fail at that.
+    Raises ValueError for deeply nested ones: functions of keys are recursive, and must never exhaust an engine thread's
+    stack.
     """
     if not isinstance(value, list):
         return value
@@ -204,7 +205,7 @@ def hashes_of(keys: Sequence[int], n: int) -> list[int]:
 
 
 def tail_of(keys: Sequence[int], n: int) -> int:
-    """Return a hash of those of the first ``n`` keys that come after their last whole block."""
+    """Return a hash of the keys after the last whole block of the first ``n`` keys."""
     return _hash(keys[n - n % BLOCK : n])
 
 

@@ -4,7 +4,7 @@ Open this file to change how texts become vectors, or which texts share a batch.
 
 One thread owns the context. It batches the texts of all calls, one text of each call in turn, so that a long list does
 not keep a single text waiting. Callers put calls into its inbox and wait for their own answers. No lock is shared with
-them: an exception of a signal handler may interrupt a caller between any two instructions.
+them: a signal handler may raise in a caller between any two instructions.
 
 ``embed`` and ``aembed``, ``rerank`` and ``arerank`` share their checks (``_checked``, ``_pairs``) and their results
 (``_result``, ``_ranked``). They differ only in how they wait, so ``tools/unasync.py`` would have nothing to derive.
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Ranked:
     """A document as ``Embedder.rerank`` ranks it.
 
-    - ``index``: its place in the list that was given.
+    - ``index``: its place in the given list.
     - ``score``: the model's score, unchanged; higher for a better match.
     - ``n_tokens``: tokens of the query and the document together.
     """
@@ -73,12 +73,13 @@ class Embedder(AsyncOwner):
     - ``model``: a ``Model``, or the path of a GGUF file, which the embedder then loads, owns and closes. Encoders (such
       as BERT) and decoders work.
     - ``pooling``: ``"mean"``, ``"cls"`` or ``"last"``: one vector for a text; ``"none"``: one for each token;
-      ``"rank"``: for rerankers. Default: the model's own; else ``"last"`` for decoders, and ``"mean"``.
+      ``"rank"``: for rerankers. Default: the model's own; if it has none, ``"last"`` for decoders, else ``"mean"``.
     - ``n_ctx``: maximum number of tokens of a text; default: the model's training context, at most 2048.
     - ``n_seq_max``: maximum number of texts computed together. A call may have any number of texts.
-    - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while others want them.
+    - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while other work needs
+      them.
 
-    The attributes of these names have the values in use; ``n_embd`` is the number of values of a vector. Texts of all
+    The attributes with these names have the values in use; ``n_embd`` is the number of values of a vector. Texts of all
     callers are batched, and callers take turns: a long list does not keep a single text waiting.
 
     Raises TypeError and ValueError for bad arguments (``docs/reference/options.md`` has the ranges), ModelLoadError,
@@ -153,8 +154,8 @@ class Embedder(AsyncOwner):
         - ``truncate``: cut texts of more than ``n_ctx`` tokens instead of refusing them.
         - ``progress``: show a progress bar (needs tqdm).
 
-        Blocks until all are computed; Ctrl-C drops the texts that are not. Raises TypeError, InvalidRequestError for a
-        reranker and for texts that are empty or too long, EngineClosedError.
+        Blocks until all are computed; Ctrl-C drops the texts that are not computed yet. Raises TypeError,
+        InvalidRequestError for a reranker and for texts that are empty or too long, EngineClosedError.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
@@ -255,14 +256,14 @@ class Embedder(AsyncOwner):
 
     # ---- tokens
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
-        """Return the tokens of each text. ``embed`` takes them, too. Computes no vectors. Any thread.
+        """Return the tokens of each text, without computing vectors. ``embed`` also accepts tokens. Any thread.
 
         Raises as ``embed``.
         """
         return self._checked(texts, truncate)[1]
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text as ``embed`` computes them, special tokens of the model included."""
+        """Return the tokens that ``embed`` computes for a text, including the model's special tokens."""
         return self.model.vocab.tokenize(text)
 
     def _n_added(self) -> int:
@@ -349,7 +350,7 @@ class Embedder(AsyncOwner):
         return self._worker.closed
 
     def close(self, drain: bool = True) -> None:
-        """Free the native memory before it returns; a second call does nothing. Any thread.
+        """Close the embedder and free its native memory before returning; a second call does nothing. Any thread.
 
         ``drain``: finish waiting calls first; otherwise they raise EngineClosedError.
         """
@@ -397,9 +398,9 @@ PACK_TOKENS = 512
 
 
 class EmbedCall:
-    """The texts of one call, as tokens. ``answer`` gets their rows, in the order of the texts, or an exception.
+    """The texts of one call, as tokens. ``answer`` receives their rows, in the order of the texts, or an exception.
 
-    It is called once, in the embedder's thread. ``cancelled``: set by a caller that gives up.
+    ``answer`` is called once, in the embedder's thread. A caller that gives up sets ``cancelled``.
     """
 
     def __init__(
@@ -424,7 +425,7 @@ class EmbedCall:
 class Worker:
     """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise.
 
-    ``long_work``: closed at its end, also when the interpreter exits.
+    ``long_work``: closed when the worker ends, also when the interpreter exits.
     """
 
     def __init__(
@@ -449,7 +450,7 @@ class Worker:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called, or this process is a fork of the one that made it."""
+        """Whether ``close`` was called, or this process was forked from the one that made the worker."""
         return self._closing or os.getpid() != self._pid
 
     def submit(self, call: EmbedCall) -> None:
@@ -463,7 +464,7 @@ class Worker:
             self._inbox.put(call)
 
     def close(self, drain: bool) -> None:
-        """End the thread: with ``drain`` after all queued calls, otherwise after the batch being computed."""
+        """End the thread: after all queued calls with ``drain``, otherwise after the current batch."""
         if os.getpid() != self._pid:
             return
         self.close_soon(drain)
@@ -491,7 +492,7 @@ class Worker:
             forget(self)
 
     def _next(self) -> bool:
-        """Compute a batch, or wait for one. False when the thread must end."""
+        """Compute a batch, or wait for one. Return False when the thread must end."""
         while not self._inbox.empty() or not (self._calls or self._closing):
             if self._inbox.empty():
                 self._context.rest()

@@ -1,7 +1,7 @@
 """The engine: its parts, options and lifetime, and its calls.
 
-Open this file to see what an engine is made of, and what a call does before its requests are submitted and after their
-results have come. What happens in between is in ``_engine/calls/submission.py``.
+Open this file to see what an engine is made of, and what a call does before it submits its requests and after it has
+their results. ``_engine/calls/submission.py`` has what happens in between.
 """
 
 from __future__ import annotations
@@ -108,25 +108,26 @@ PREFILL_CUTOFF_TOKENS = 256
 @explains_fields
 @dataclass(frozen=True)
 class EngineTuning:
-    """Options of an engine that few programs need: ``Engine(model, tuning=EngineTuning(n_ubatch=1024))``; frozen.
+    """Options of an engine that few programs need: ``Engine(model, tuning=EngineTuning(n_ubatch=1024))``. Frozen.
 
     - ``n_batch``: maximum tokens of a step. ``n_ubatch``: maximum tokens that llama.cpp computes at a time.
-    - ``n_threads_batch``: compute threads of steps of more than one token; default: those of ``n_threads``.
+    - ``n_threads_batch``: compute threads for steps of more than one token; default: ``n_threads``.
     - ``kv_unified``: one KV cache shared by all requests (True) or a separate part for each (False); None: unified
       only if ``n_cells`` is given.
     - ``swa_full``: whether layers with a sliding window keep all cells, so that prefixes are reused as in other models
       (True), or the cells of the last window only, in a fraction of the memory (False). None: True, unless the cells
       would take more than a quarter of the free memory.
-    - ``moe_cache_size``: bytes of the GPUs' memory for experts that ``Model(n_cpu_moe=...)`` keeps on the CPU: those
-      used last are computed on the GPU. None: no memory. It is experimental in llama.cpp.
+    - ``moe_cache_size``: bytes of GPU memory for experts that ``Model(n_cpu_moe=...)`` keeps on the CPU: the most
+      recently used are computed on the GPU. None: no such cache. It is experimental in llama.cpp.
     - ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``: details of ``rope_scaling``
-      ``"yarn"``, with llama.cpp's names; None: the file's, or those of the paper (arXiv 2309.00071).
-    - ``min_room``: tokens of the context that a prompt must leave for its answer, if it may have so many; others are
-      refused, as those that do not fit are. With one, the default, an agent may get an answer of one token where it
-      should have shortened its conversation.
+      ``"yarn"``, with llama.cpp's names; None: the file's values, or those of the paper (arXiv 2309.00071).
+    - ``min_room``: tokens of the context that a prompt must leave for its answer, or ``max_tokens`` if that is fewer;
+      longer prompts are refused. With 1, the default, an agent may get an answer of one token where it should have
+      shortened its conversation.
     - ``batch_window_us``: microseconds that an idle engine waits after a request for others to join the step.
-    - ``pipeline_depth``: steps in flight at once. With 1 each is sampled and delivered before the next is launched,
-      with 2 delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would slow down.
+    - ``pipeline_depth``: steps in flight at once. With 1, each step is sampled and delivered before the next is
+      launched; with 2, delivery overlaps with computing. Default: 2 on a device; 1 on a CPU, which the overlap would
+      slow down.
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on GPUs, except software devices), ``"on"`` or ``"off"``.
@@ -163,7 +164,7 @@ _NO_TUNING = EngineTuning()
 def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of ``Engine`` made from a flat list, such as a command line.
 
-    Options of EngineTuning go into one.
+    Options of EngineTuning are collected in one.
     """
     tuned = {name: value for name, value in options.items() if name in EngineTuning.__dataclass_fields__}
     if not tuned:
@@ -178,7 +179,7 @@ class Engine(BlockingCalls, AsyncOwner):
     - ``model``: a ``Model``, or the path of a GGUF file, which the engine then loads, owns and closes.
     - ``n_ctx``: tokens of each request, prompt and output together; default: the smaller of the model's training
       context and 4096.
-    - ``n_seq_max``: requests that are computed at the same time; others wait.
+    - ``n_seq_max``: maximum number of requests computed at the same time; others wait.
     - ``n_cells``: KV cells in total; default: ``n_ctx * n_seq_max``. With another number, all requests share one KV
       cache, and requests are preempted when cells run out.
     - ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``, ``yarn_orig_ctx``: how positions are scaled for texts
@@ -191,48 +192,49 @@ class Engine(BlockingCalls, AsyncOwner):
       are rounded (``docs/sampling.md``). A given number stays fixed: more threads than free cores slow the engine down
       several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
-      compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise those without
-      the cache.
-    - ``cache_bytes``: host memory for cells that have lost their slot; default: a tenth of the free memory; 0: none.
-    - ``cache_dir``: a folder where cached prefixes are kept, for the time after a restart, and for what host memory has
-      no room for (``docs/guides/memory.md``): at most ``cache_dir_bytes``, of all models that use the folder; default:
-      10 GiB.
+      compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise equal to
+      those without the cache.
+    - ``cache_bytes``: host memory for cells whose slot is taken; default: a tenth of the free memory; 0: none.
+    - ``cache_dir``: a folder that keeps cached prefixes across restarts, and those that host memory has no room for
+      (``docs/guides/memory.md``). All models that use the folder together take at most ``cache_dir_bytes``; default: 10
+      GiB.
     - ``max_itl_ms``: cut prompts into chunks, so that streams wait at most about this many milliseconds between two
-      tokens; None: a step has up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may take
-      longer.
-    - ``overflow``: what happens to a request that has filled ``n_ctx``. ``"stop"``: it ends, with ``"length"``.
+      tokens; None: a step may have up to ``n_ubatch`` tokens. A chunk has at least 64 tokens, so a slow machine may
+      take longer.
+    - ``overflow``: what happens to a request that has filled ``n_ctx``. ``"stop"``: it ends with ``"length"``.
       ``"recompute"``: it keeps its first ``n_keep`` tokens (at least the BOS token) and the newer half of the others,
-      which are computed again; its text then ends only by ``max_tokens``, a stop string or an end token. ``"shift"``:
-      the same without computing them again, with llama.cpp's shift of positions. That is faster and only approximate;
-      it needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be shifted.
+      which are computed again; only ``max_tokens``, a stop string or an end token then ends its text. ``"shift"``: it
+      keeps the same tokens but does not compute them again; llama.cpp shifts their positions. This is faster but only
+      approximate. It needs a separate KV cache for each request (no ``n_cells``) and a model whose positions can be
+      shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
-      family, an EAGLE-3 draft that was trained for the model, or the path of one; ``"mtp"``: the layer of the model
-      itself that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number
-      of steps, never the text, and is used only where it saves time. A path is loaded with the model's ``kernels`` and
+      family, an EAGLE-3 draft that was trained for the model, or the path of one; ``"mtp"``: the model's own layer that
+      predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number of steps,
+      never the text, and is used only where it saves time. A path is loaded with the model's ``kernels`` and
       ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A draft that does not
-      belong to the model is refused with what differs.
+      belong to the model is refused; the error says what differs.
     - ``batch_invariant``: the same request gives the same text whatever else runs (``docs/sampling.md``). Raises
       ValueError, with the reason, for a model whose texts could differ.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that
-      the model has loaded, now or later. ``docs/guides/adapters.md`` says which share a step.
+      the model has loaded, now or later. ``docs/guides/adapters.md`` says which adapters share a step.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
-    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` have the values in use, ``kv_events`` the
-    addresses that KV events are sent from, ``trace`` the timeline.
+    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` have the values in use, ``kv_events`` has the
+    addresses that KV events are sent from, ``trace`` has the timeline.
 
-    Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ...,
-    "content": ...}``, or a str, which is a single user message.
-    ``params`` is as for ``generate``, except that ``max_tokens`` is None by default: the answer ends where the model
-    ends it. ``tools``: Python functions, JSON schemas in OpenAI's form, or ``Tool`` objects. ``tool_choice``:
-    ``"auto"``, ``"none"``, ``"required"`` or the name of a tool; the last two force calls, a name exactly one.
-    ``parallel_tool_calls``: allow several calls in one answer. ``response_format``: a JSON schema, or a class
-    with ``model_json_schema``, that the answer must match. ``template_args``: further variables of the model's
-    template, such as ``{"enable_thinking": False}``. ``continue_last``: the answer continues the last message, which
-    must be the assistant's, and holds only the added text; in its ``"content"`` or its ``"reasoning"``, or (True) the
-    last of these that it has. ``reasoning_format``: ``"auto"`` has reasoning in ``.reasoning``, ``"none"`` in the
-    content with its markers, ``"deepseek-legacy"`` in both. ``truncation``: ``"auto"`` drops the oldest turns of a
-    conversation that fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
+    Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ..., "content":
+    ...}``, or a str, which is a single user message. ``params`` is as for ``generate``, except that ``max_tokens`` is
+    None by default: the answer ends where the model ends it. ``tools``: Python functions, JSON schemas in OpenAI's
+    form, or ``Tool`` objects. ``tool_choice``: ``"auto"``, ``"none"``, ``"required"`` or the name of a tool;
+    ``"required"`` forces calls, and a name forces exactly one call of that tool. ``parallel_tool_calls``: allow several
+    calls in one answer. ``response_format``: a JSON schema, or a class with ``model_json_schema``, that the answer must
+    match. ``template_args``: further variables of the model's template, such as ``{"enable_thinking": False}``.
+    ``continue_last``: the answer continues the last message, which must be the assistant's, and holds only the added
+    text. It continues the ``"content"`` or the ``"reasoning"``; True means the last of the two that the message has.
+    ``reasoning_format``: ``"auto"`` puts reasoning in ``.reasoning``, ``"none"`` leaves it in the content with its
+    markers, ``"deepseek-legacy"`` does both. ``truncation``: ``"auto"`` drops the oldest turns of a conversation that
+    fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
 
     Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
     child.
@@ -433,7 +435,7 @@ class Engine(BlockingCalls, AsyncOwner):
     def _load_draft(
         self, undo: ExitStack, draft: Model | str | os.PathLike[str] | None, model: Model
     ) -> Model | None:
-        """Return the draft model, loaded if ``draft`` is its path; None if ``draft`` is no model. Raises ValueError."""
+        """Return the draft model, loaded if ``draft`` is a path; None if ``draft`` is no model. Raises ValueError."""
         self._draft_model: Model | None = None  # if the engine loaded it
         if draft is None or draft in MTP_CHOICES:
             return None
@@ -444,7 +446,7 @@ class Engine(BlockingCalls, AsyncOwner):
     def _open_disk_cache(
         self, undo: ExitStack, folder: Path | None, max_bytes: int, form: str, context: Context
     ) -> DiskCache | None:
-        """Open the cache of cells in ``folder``. ``form``: what they depend on besides the model. Raises ValueError."""
+        """Open the cache of cells in ``folder``. ``form``: what else the cells depend on. Raises ValueError."""
         if folder is None:
             return None
         if self._state_layout is None:
@@ -481,7 +483,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the model's chat template has tool calls. Raises InvalidRequestError without a template."""
+        """Whether the model's chat template supports tool calls. Raises InvalidRequestError without a template."""
         return self._chat_builder.chat_format().supports_tools
 
     # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
@@ -553,13 +555,12 @@ class Engine(BlockingCalls, AsyncOwner):
 
         - ``prompt``: text or token ids, for one ``Completion``; or a list of these, for a list of completions in its
           order.
-        - ``params``: for all prompts, or a list with one for each; None: the defaults of ``SamplingParams``.
+        - ``params``: one for all prompts, or a list with one for each; None: the defaults of ``SamplingParams``.
         - ``timeout``: seconds for the whole call; None: no limit.
         - ``block``: wait for room in the queue; otherwise QueueFullError is raised.
         - ``progress``: show a progress bar (needs tqdm).
         - ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest.
-          ``"return"`` puts each error in the place of its completion, like
-          ``asyncio.gather(return_exceptions=True)``.
+          ``"return"`` returns each error in place of its completion, like ``asyncio.gather(return_exceptions=True)``.
         - ``on_timeout``: ``"raise"`` raises TimeoutError. ``"return"`` returns the text so far; unfinished choices have
           the finish reason ``"timeout"``.
 
@@ -622,9 +623,9 @@ class Engine(BlockingCalls, AsyncOwner):
 
         - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
-        - ``n_ahead``: prompts that are read ahead of their completions, at most; default: twice ``n_seq_max``.
-        - ``params``: for all prompts, or an iterable with one for each.
-        - ``timeout``: as for ``generate``; it counts from the first result that is asked for.
+        - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
+        - ``params``: one for all prompts, or an iterable with one for each.
+        - ``timeout``: as for ``generate``; it counts from the request for the first result.
 
         Other options are as for ``generate``. For one thread or task at a time. Closing or dropping the iterator, or
         cancelling its task, cancels the requests that are left; to close it after a ``break``, use
@@ -667,7 +668,7 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> AsyncGenerator[RequestFactory, None]:
         """Yield, for each prompt as it is read, a function that makes its requests.
 
-        Errors to return go to ``pending.ready``.
+        Errors that are to be returned go to ``pending.ready``.
         """
         all_params: Iterator[SamplingParams | None]
         all_params = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
@@ -739,16 +740,16 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> Completion:
-        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill gaps.
 
         - ``extra``: other files, each ``(filename, text)``, the most important last. ``filename``: the name of the file
           with the gap.
         - ``order``: the prompt begins with the prefix (``"psm"``) or with the suffix (``"spm"``).
 
         Other options are as for ``generate``. If ``n_ctx`` has no room for everything besides ``max_tokens``, text is
-        left out as in ``Model.tokenize_fim``: in large steps, so that the prefix cache helps while a cursor moves.
+        left out as in ``Model.tokenize_fim``: in large portions, so that the prefix cache helps while a cursor moves.
 
-        Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
+        Raises InvalidRequestError for a model without fill-in-the-middle tokens; otherwise raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         text = fim_text(prefix, suffix, extra, filename, order)
@@ -833,8 +834,8 @@ class Engine(BlockingCalls, AsyncOwner):
         """Answer a conversation, or several together, and return when all answers are complete.
 
         A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
-        template refuses, ImportError without the extra ``chat``.
+        for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages that the model's
+        template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -879,12 +880,12 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> AsyncChatStream:
         """Start an answer and return an iterator over its parts. Raises as ``chat`` does.
 
-        ``before``: tokens of what was said earlier, which precede the prompt. With ``truncation="auto"`` the oldest are
-        left out.
+        ``before``: tokens of earlier turns, which precede the prompt. With ``truncation="auto"`` the oldest are left
+        out.
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
-        With ``block=False`` the others start at once, and a queue that is full raises here for any.
+        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts. With
+        ``block=False`` all other conversations start at once, and a full queue raises here in either case.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -916,7 +917,7 @@ class Engine(BlockingCalls, AsyncOwner):
     # ---- token by token, and memory
     @explains_keywords
     async def astart(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGeneration:
-        """Start a generation that computes one token for each call of ``next``, and nothing before the first.
+        """Start a generation that computes one token for each call of ``next``, and nothing before the first call.
 
         Raises as ``generate`` does.
         """
@@ -940,11 +941,12 @@ class Engine(BlockingCalls, AsyncOwner):
         """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
-        count from here, and constraints hold for all that was generated. Nothing is computed before the first ``next``.
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). Limits in
+        ``params`` count from here, and constraints apply to all generated tokens. Nothing is computed before the first
+        ``next``.
 
-        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
-        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        Raises TypeError if ``snapshot`` is not bytes, InvalidRequestError if it is damaged, from another model, made
+        with other ``type_k`` or ``type_v``, or too long for ``n_ctx``; otherwise raises as ``start`` does.
         """
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
@@ -968,12 +970,12 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> CachedPrefix:
         """Compute a prompt and keep its KV cells in host memory until they are released.
 
-        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
-        ``adapter``: those of the requests.
+        Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
+        those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in the
+        requests that will use the prefix.
 
-        Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
-        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
+        more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
@@ -1074,13 +1076,13 @@ class Engine(BlockingCalls, AsyncOwner):
           shape.
 
         Equal prompts are computed once. Many continuations of a prompt are divided among requests that run at the same
-        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest beginning
-        that the prompt and all of these texts have in common are scored. No space is added: after "Answer:", give
-        " yes" and not "yes"; a warning says so.
+        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest common prefix
+        of the prompt and all these texts are scored. No space is added: after "Answer:", pass " yes", not "yes"; a
+        warning says so.
 
-        Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
-        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
-        ``generate`` does.
+        Options are as for ``generate``, ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; otherwise
+        raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -1122,7 +1124,7 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> Score | list[Score]:
         """Score a text, or several: every token but the first, given the tokens before it.
 
-        Options and exceptions as for ``score``.
+        Options and exceptions are as for ``score``.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -1143,15 +1145,15 @@ class Engine(BlockingCalls, AsyncOwner):
         """Return the perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
         ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
-        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
+        it. In a text longer than ``n_ctx``, each token is scored given at least the ``n_ctx // 2`` tokens before it.
 
-        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
-        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        With ``n_window`` the result equals that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last window is left out. If the vocabulary asks for a BOS
         token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
         count.
 
-        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
-        window.
+        Options and exceptions are as for ``score``. Also raises InvalidRequestError for fewer than 2 tokens, or for
+        less than one window.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="score")
@@ -1174,7 +1176,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
     # ---- for programs around an engine
     def observe(self, observer: RequestObserver | None) -> None:
-        """Set the observer, which is told of every future request; None: no observer. Any thread."""
+        """Set the observer, which is notified of every future request; None removes it. Any thread."""
         self._submission.observer = observer
 
     async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
@@ -1202,10 +1204,11 @@ class Engine(BlockingCalls, AsyncOwner):
         reasoning_format: ReasoningFormat = "auto",
         before: Sequence[int] = (),
     ) -> list[int]:
-        """Return the prompt that ``chat`` would compute for this conversation. Negative tokens are images and sounds.
+        """Return the prompt that ``chat`` would compute for a conversation.
 
-        ``before``: see ``stream_chat``. All arguments are checked as ``chat`` checks them, which may take long: in a
-        coroutine, call it through ``offload``. Any thread. Raises as ``chat`` does.
+        Negative tokens stand for images and sounds. ``before``: see ``stream_chat``. All arguments are checked as
+        ``chat`` checks them, which may take long: in a coroutine, call it through ``offload``. Any thread. Raises as
+        ``chat`` does.
         """
         chat_options = ChatOptions(
             tools,
@@ -1229,11 +1232,11 @@ class Engine(BlockingCalls, AsyncOwner):
         return self._chat_builder.n_tokens(messages, template_args or {})
 
     def set_cache_writes(self, when: Literal["always", "at_close", "never"]) -> None:
-        """Set when cached prefixes are written to ``cache_dir``. They are read from there in any case.
+        """Set when cached prefixes are written to ``cache_dir``. They are read from it in any case.
 
-        ``"always"``, which an engine begins with: in the background, when they lose their place in host memory, while
-        the engine has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not then
-        either. A write in progress is finished.
+        ``"always"``, the initial setting: in the background when they are evicted from host memory, while the engine
+        has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not at all. A write in
+        progress is finished.
 
         Waits for the running step. Any thread. Raises ValueError for other values and without ``cache_dir``,
         EngineClosedError in a forked process.
@@ -1244,11 +1247,12 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     def save_conversation(self, name: str, path: Path) -> tuple[int, int]:
-        """Write the cells of a conversation to a file. Return how many tokens it has, and the bytes of the file.
+        """Write the cells of a conversation to a file. Return its number of tokens and the bytes of the file.
 
         A conversation is the sequence of the last request of this tenant that was made while
-        ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is whole, and only its user
-        may read it. Waits for the running step. Any thread. Raises InvalidRequestError if there are no cells, OSError.
+        ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is complete, and only the
+        user who runs the engine may read it. Waits for the running step. Any thread. Raises InvalidRequestError if
+        there are no cells, OSError.
         """
         loop = self._engine_thread.loop
         sequence = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
@@ -1264,9 +1268,9 @@ class Engine(BlockingCalls, AsyncOwner):
             sequence.close()
 
     def load_conversation(self, name: str, path: Path) -> int:
-        """Cache the cells of a file of ``save_conversation``, and name them. Return how many tokens there are.
+        """Cache the cells in a file from ``save_conversation`` under a name. Return the number of tokens.
 
-        Any later request that begins with these tokens uses them, of the same tenant, salt and adapters. Any thread.
+        Any later request with the same tenant, salt and adapters that begins with these tokens uses them. Any thread.
         Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
         """
         try:
@@ -1285,10 +1289,11 @@ class Engine(BlockingCalls, AsyncOwner):
         return len(sequence.tokens)
 
     def import_conversation(self, data: bytes, path: Path) -> tuple[int, int]:
-        """Write the bytes of a file of ``save_conversation`` from elsewhere to a file of this tenant.
+        """Write the bytes of a ``save_conversation`` file from elsewhere to a file of this tenant.
 
-        Returns as that. All but the values of its cells is checked, before any of it reaches native code. The file may
-        be of another tenant. Any thread. Raises OSError, InvalidRequestError for what ``load_conversation`` refuses.
+        Returns the same values as ``save_conversation``. Everything except the cells' values is checked before it
+        reaches native code. The file may come from another tenant. Any thread. Raises OSError, InvalidRequestError for
+        what ``load_conversation`` refuses.
         """
         try:
             sequence = sequence_of(data, self._snapshot_format(None), self.model.n_vocab)
@@ -1308,14 +1313,14 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Note that a conversation continues soon, for instance when a tool has run: its cells go after all others.
+        """Note that a conversation continues soon, for instance when a tool has run: its cells are evicted last.
 
-        Call ``release_conversation`` then. See ``save_conversation``. Does not wait. Any thread.
+        Call ``release_conversation`` when it does. See ``save_conversation``. Does not wait. Any thread.
         """
         self._engine_thread.call(self._engine_thread.loop.hold_conversation, conversation_key(name))
 
     def release_conversation(self, name: str, is_done: bool = False) -> None:
-        """End ``hold_conversation``. ``is_done``: nobody continues it, so its cells are the first to go.
+        """End ``hold_conversation``. ``is_done``: nobody will continue it, so its cells are evicted first.
 
         Does not wait. Any thread.
         """
@@ -1323,7 +1328,7 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.call(release, conversation_key(name), is_done)
 
     def forget_conversation(self, name: str) -> int:
-        """Drop the cached cells of a conversation, unless a request uses them. Return how many there were.
+        """Drop the cached cells of a conversation, unless a request uses them. Return the number of cells.
 
         Waits for the running step. Any thread.
         """
@@ -1336,9 +1341,9 @@ class Engine(BlockingCalls, AsyncOwner):
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def reset_prefix_cache(self) -> None:
-        """Forget the cached tokens that no request uses; those of ``cache_prefix`` stay. Waits for the running step.
+        """Forget the cached tokens that no request uses, except those of ``cache_prefix``. Waits for the running step.
 
-        Also those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
+        Also forgets those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
         """
         is_wanted = is_of(tenant.get().cache)
         reset = partial(self._engine_thread.loop.reset_cache, is_wanted)
@@ -1358,9 +1363,9 @@ class Engine(BlockingCalls, AsyncOwner):
 
     @property
     def failure(self) -> BackendError | None:
-        """Why every request fails since a defect ended the engine's work; None while it works. Any thread.
+        """The defect that ended the engine's work, so that every request fails; None while it works. Any thread.
 
-        Close such an engine and make another.
+        Close such an engine and create a new one.
         """
         return self._engine_thread.failure
 
@@ -1370,7 +1375,7 @@ class Engine(BlockingCalls, AsyncOwner):
         return self._engine_thread.closing
 
     def close(self, drain: bool = True) -> None:
-        """End the engine and free its native memory before it returns; a second call does nothing.
+        """End the engine and free its native memory before returning; a second call does nothing.
 
         ``drain``: finish the requests that callers wait for; otherwise cancel them. New requests are refused. Any
         thread.
@@ -1397,7 +1402,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
 
 def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
-    """Return the form of the states of a context that has computed nothing yet. None: it is not known."""
+    """Return the form of the states of a context that has computed nothing yet; None if it is not known."""
     context, states = pipeline.context, empty_states(pipeline)
     if states is None:
         return None
@@ -1444,7 +1449,7 @@ def _scheduler(
 
 
 def _check_types(model: object, draft: object, tuning: object) -> None:
-    """Raise TypeError for arguments that are no options of the table."""
+    """Raise TypeError for wrong types of the arguments that have no row in the table of options."""
     if not isinstance(model, (Model, str, os.PathLike)):
         raise TypeError(f"model must be a Model or the path of a GGUF file, not {type(model).__name__}")
     if draft is not None and not isinstance(draft, (Model, str, os.PathLike)):
@@ -1459,7 +1464,7 @@ def _check_types(model: object, draft: object, tuning: object) -> None:
 
 
 def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
-    """Return whether the model's MTP layer drafts. Raises ValueError, with the reason, if it ``must`` and cannot."""
+    """Return whether the model's MTP layer drafts. If it ``must`` but cannot, raises ValueError with the reason."""
     problem = mtp_problem(model)
     if not problem and depth is not None and depth > 1:
         problem = f"pipeline_depth is {depth}, and MTP layers read the states of one step before the next"
@@ -1469,7 +1474,7 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
 
 
 def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
-    """Return the steps in flight: one where drafts read the states of a step, known only when it is computed."""
+    """Return the number of steps in flight: 1 if drafts read the states of a step, which must be computed first."""
     has_eagle3 = draft is not None and draft.architecture == "eagle3"
     if has_eagle3 and depth is not None and depth > 1:
         raise ValueError(
@@ -1480,11 +1485,11 @@ def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> 
 
 
 def _n_states(model: Model) -> int:
-    """Return the number of recurrent states of a sequence that are kept besides the last one, for guesses.
+    """Return how many recurrent states of a sequence are kept for guesses, in addition to the last one.
 
-    The states of short convolutions (LFM2) have the values of a few tokens. Others are as large as thousands of KV
-    cells, and keeping them makes every step slower, with or without guesses: of those the engine copies one before each
-    step with guesses.
+    The states of short convolutions (LFM2) have the values of a few tokens. Other states are as large as thousands of
+    KV cells, and keeping them makes every step slower, with or without guesses. So the engine copies one such state
+    before each step with guesses.
     """
     architecture = model.metadata.get("general.architecture", "")
     return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
@@ -1498,7 +1503,7 @@ def _swa_full(
     n_seq_max: int,
     n_cells: int | None,
 ) -> bool:
-    """Return whether layers with a sliding window keep all cells: as wanted, else if there is memory."""
+    """Return whether layers with a sliding window keep all cells: as requested, else if there is enough memory."""
     if wanted is not None:
         return check_flag("swa_full", wanted)
     n_most = min(model.n_ctx_train, 4096) if n_ctx is None else int_of("n_ctx", n_ctx)
@@ -1531,7 +1536,7 @@ def _check_use(context: Context, min_room: int) -> None:
 
 
 def _open_publisher(undo: ExitStack, kv_events: KvEvents | None, name: str) -> Publisher | None:
-    """Open what sends KV events, if they are wanted. Raises ImportError without the extra ``kv-events``."""
+    """Open the publisher of KV events, if they are enabled. Raises ImportError without the extra ``kv-events``."""
     if kv_events is None:
         return None
     from llamapipe.kv_events import Publisher
@@ -1542,7 +1547,7 @@ def _open_publisher(undo: ExitStack, kv_events: KvEvents | None, name: str) -> P
 def _open_drafter(
     undo: ExitStack, context: Context, draft: Model | None, has_mtp: bool, max_itl_s: float | None
 ) -> Drafter | None:
-    """Open what guesses tokens: a model, or the model's MTP layer. Raises ValueError for a draft that differs."""
+    """Open the drafter: a model, or the model's MTP layer. Raises ValueError for a draft that does not fit."""
     # As for chunks of prompts: streams wait while the draft model computes one.
     n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
     if has_mtp:
@@ -1553,7 +1558,7 @@ def _open_drafter(
 
 
 def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
-    """Return the number of a call's requests that may share a prompt's cells and run together; 1: no sharing."""
+    """Return how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing."""
     shares = cache.enabled and cache.shares_running
     # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
     shares = shares and max_queue is None and context.n_cells >= context.n_ctx * context.n_seq_max
@@ -1589,7 +1594,7 @@ def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
 
 
 def _warn_of_size(context: Context, n_bytes: int) -> None:
-    """Log a warning about sizes that work but are rarely meant."""
+    """Log a warning about sizes that work but are rarely intended."""
     warn_of_context(context.model, context.n_ctx, context.rope)
     free = free_memory()
     on_host = all(device.type == "cpu" for device in context.model.devices)
@@ -1625,18 +1630,18 @@ def _cache_folder(
 
 
 def _default_cache_bytes() -> int:
-    """Return the host memory for cells that have lost their slot: a tenth of the free memory."""
+    """Return the default of ``cache_bytes``: a tenth of the free memory."""
     return _free_memory() // 10
 
 
 def _free_memory() -> int:
-    """Return the bytes of memory that are free; 5 GiB if that is not known."""
+    """Return the free memory in bytes; 5 GiB if it is not known."""
     free = free_memory()
     return 5 * 2**30 if free is None else free
 
 
 def prefill_cutoff(context: Context) -> int | None:
-    """Return the prompt tokens after which a step is cut short for a stream's first token; None: no such limit."""
+    """Return the number of prompt tokens after which a step ends early for a stream's first token; None: no limit."""
     # A GPU reads all weights in each step, even for a few tokens.
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 

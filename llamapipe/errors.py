@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class NoToken(IntEnum):
-    """Why no token was sampled from a row; stands in place of the token. The same as native/cdef's lp_no_token."""
+    """Why no token was sampled from a row; takes the token's place. The same as lp_no_token in native/cdef."""
 
     NO_FINITE_LOGIT = -1
     NO_ALLOWED_TOKEN = -2
@@ -24,7 +24,7 @@ class LlamapipeError(Exception):
 
 
 class ModelLoadError(LlamapipeError):
-    """A model file is missing, damaged, unsupported, or its loading was stopped."""
+    """A model file is missing, damaged or unsupported, or its loading was stopped."""
 
 
 class BackendError(LlamapipeError):

@@ -1,7 +1,7 @@
 """Model files from the Hugging Face Hub: names, the cache on this machine, downloads.
 
-Choosing among the names in a repository is pure. The hub and its cache are asked through huggingface_hub, which is the
-extra ``hub``; it heeds ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``, and continues interrupted
+Choosing among the names in a repository is pure. The hub and its cache are accessed through huggingface_hub (the extra
+``hub``), which heeds ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``, and continues interrupted
 downloads. Nothing here knows about models.
 """
 
@@ -31,7 +31,7 @@ _MOST_LISTED = 20
 
 
 class Reference(NamedTuple):
-    """A file, or a pattern of files, of a repository. ``filename``: as ``pattern`` of ``choose``."""
+    """A file, or a pattern of files, of a repository. ``filename``: see ``pattern`` of ``choose``."""
 
     repo_id: str
     filename: str | None
@@ -54,7 +54,7 @@ def parse(text: str) -> Reference:
 
 
 def hub_name(address: str) -> str | None:
-    """Return the name, for ``parse``, of what an address of the hub's website shows; None for any other text."""
+    """Return the name, as ``parse`` takes it, for a URL of the hub's website; None for any other text."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         return None
@@ -63,11 +63,11 @@ def hub_name(address: str) -> str | None:
 
 
 def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
-    """Choose the files of the one model that matches: itself, or all of its parts, the first one first.
+    """Choose the files of the one model that matches: a single file, or all its parts in order.
 
-    ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, for the whole path or the last part of it;
-    ``:Q4_K_M`` for the name's last part, in any case. None: the only model. ``where``: for messages. Raises ValueError
-    if no model matches, or several do, or a part is missing.
+    ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, which matches the whole path or its last part;
+    ``:Q4_K_M`` matches the end of the name, in any case. None means the only model. ``where``: the place that messages
+    name. Raises ValueError if no model matches, or several do, or a part is missing.
     """
     files = sorted(name for name in names if name.endswith(".gguf"))
     if pattern is None or pattern.startswith(":"):
@@ -108,12 +108,12 @@ def source_of(path: Path) -> Reference | None:
 
 
 def quantization_of(name: str) -> str | None:
-    """Return the quantization that ends a file's name, as in ``model-Q4_K_M.gguf``; None: there is none."""
+    """Return the quantization at the end of a file's name, as in ``model-Q4_K_M.gguf``; None if there is none."""
     return split_quantization(read_name(_last(name)).stem)[1]
 
 
 def _has_quantization(name: str, quantization: str) -> bool:
-    """Return whether the file's name ends with it, as in ``model-Q4_K_M.gguf``."""
+    """Return whether the file's name ends with the quantization, as in ``model-Q4_K_M.gguf``."""
     stem, wanted = read_name(_last(name)).stem.lower(), quantization.lower()
     return stem == wanted or stem.endswith(tuple(separator + wanted for separator in "-._"))
 
@@ -140,7 +140,7 @@ def model_file(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> Path:
-    """Return the path of a model's first or only file, whose other parts are beside it; for options see ``Model``.
+    """Return the path of a model's first or only file; other parts are next to it. ``Model`` describes the options.
 
     ``watch``: called in the threads of the download with the name of a file, its bytes, and how many have arrived; an
     exception in it ends the download, which the next one continues.
@@ -188,7 +188,7 @@ Watch = Callable[[str, int, int], None]
 
 
 def _watching(watch: Watch, name: str) -> type:
-    """Make a progress bar that shows nothing and tells ``watch`` about a file."""
+    """Make a progress bar that shows nothing and calls ``watch`` about a file."""
     from tqdm.std import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -204,7 +204,7 @@ def _watching(watch: Watch, name: str) -> type:
 
 
 def delete(repo_id: str, filename: str | None) -> list[Path]:
-    """Remove a model's files from the cache, and return those of its newest revision. Raises as ``model_file``.
+    """Remove a model's files from the cache, and return those of its newest revision. Raises as ``model_file`` does.
 
     Other revisions with the same contents lose them too.
     """
@@ -247,7 +247,7 @@ def _connect(hub: Any) -> None:
 
 
 def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
-    """Return what a request raises: an answer that is an error, or none (of the HTTP library, or of the system)."""
+    """Return the exceptions that a request may raise: for an HTTP error, or for no answer (HTTP library or OS)."""
     return (hub.errors.HfHubHTTPError, getattr(hub.errors, "HTTPError", OSError), OSError)
 
 
@@ -276,7 +276,7 @@ def _bars(hub: Any, shown: bool) -> Iterator[None]:
 
 
 def _reason(hub: Any, error: Exception) -> str:
-    """Return what a user can do about an error of the library, in one line."""
+    """Return one line on what a user can do about an error of the library."""
     errors = hub.errors
     if isinstance(error, errors.GatedRepoError):
         return "the repository asks for consent to its terms: accept them on its page and set HF_TOKEN"
@@ -299,7 +299,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models() -> list[CachedModel]:
-    """Return the models in the cache, by name, without projectors of pictures; none if there is no cache.
+    """Return the models in the cache, sorted by name, without image projectors; none if there is no cache.
 
     Raises ImportError without the extra ``hub``.
     """

@@ -1,18 +1,18 @@
 """KV events: what an engine tells routers about the token blocks in its prefix cache, in vLLM's format over ZeroMQ.
 
-A block is ``block_size`` tokens together with all tokens before them. Its hash is of the block's tokens and of the hash
-of the block before it, so equal prefixes have equal hashes, in every process. A block is stored while at least one
+A block is ``block_size`` tokens together with all tokens before them. Its hash covers its tokens and the hash of the
+block before it, so equal prefixes have equal hashes in every process. A block counts as stored while at least one
 holder in the tree begins with it and has computed it. Changes are collected on the engine thread, and ``take`` returns
 their net effect: a block that was removed and stored again since the last call is not mentioned. So nothing is lost if
-``take`` is called late, and what waits is no more than the cache holds.
+``take`` is called late, and the pending changes never exceed what the cache holds.
 
 Two threads of the publisher send batches and answer requests for missed ones. A message has three frames: the topic,
 the batch's number (eight bytes, big-endian, from 0), and the batch in MessagePack: ``[time, [event, …]]``, where an
-event is an array that begins with its name. A subscriber that finds a number other than the next one has missed
-batches; it asks for them at the replay endpoint. If these are not kept any longer, the answer begins with one batch
-that clears all blocks and stores those that were there. The frames of an answer are an empty one and those of a
-message, as in vLLM since 0.26; number -1 and an empty batch end it. The first batch clears all blocks, and so does the
-last: what a subscriber knows of an engine that was here before is wrong.
+event is an array that begins with its name. A subscriber that finds a gap in the numbers has missed batches, and asks
+for them at the replay endpoint. If some are no longer kept, the answer begins with one batch that clears all blocks and
+stores those that existed then. An answer has an empty frame and then the frames of a message, as in vLLM since 0.26;
+number -1 with an empty batch ends it. The first batch and the last one clear all blocks, because a subscriber may hold
+blocks of an earlier engine at this address.
 
 Needs the extra ``kv-events``.
 """
@@ -43,14 +43,14 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True)
 class KvEvents:
-    """KV events of an engine: ``EngineTuning(kv_events=lp.KvEvents("tcp://127.0.0.1:5557"))``; frozen.
+    """KV events of an engine: ``EngineTuning(kv_events=lp.KvEvents("tcp://127.0.0.1:5557"))``. Frozen.
 
-    - ``endpoint``: the ZeroMQ address of the PUB socket, ``tcp://HOST:PORT`` or ``ipc://PATH``. Port 0 takes a free
-      one. There is no authentication: use loopback, or a network that only the router can reach.
+    - ``endpoint``: the ZeroMQ address of the PUB socket, ``tcp://HOST:PORT`` or ``ipc://PATH``. Port 0 means any free
+      port. There is no authentication: use loopback, or a network that only the router can reach.
     - ``replay_endpoint``: the address of a ROUTER socket where subscribers ask for batches that they missed.
     - ``topic``: the first frame of each message. Default: ``kv@HOSTNAME@MODEL``, with the name of the model's file.
-    - ``block_size``: tokens in a block. Prefixes are told in whole blocks.
-    - ``n_replay``: batches that are kept for replays. What older ones stored is kept in one batch.
+    - ``block_size``: tokens in a block. Events describe whole blocks only.
+    - ``n_replay``: batches that are kept for replays. The blocks of older batches are kept in one batch.
     - ``connect``: connect the PUB socket to the endpoint, where the router listens, instead of listening there.
 
     Raises TypeError or ValueError naming the field.
@@ -83,7 +83,7 @@ def _check_address(name: str, value: object) -> None:
 
 
 class Holder(Protocol):
-    """A sequence in the tree. ``n``: its first tokens that are computed; it changes between calls."""
+    """A sequence in the tree. ``n``: how many of its tokens are computed; it changes between calls."""
 
     @property
     def n(self) -> int:
@@ -93,7 +93,7 @@ class Holder(Protocol):
 
 
 class Block(NamedTuple):
-    """A block that is stored. ``depth``: blocks before it; ``parent``: the hash of the last of these."""
+    """A block that is stored. ``depth``: number of blocks before it; ``parent``: the hash of the block before it."""
 
     depth: int
     parent: int | None
@@ -141,15 +141,15 @@ class BlockTracker:
 
     # ---- what the tree tells
     def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """Note that a holder is in the tree with these tokens."""
+        """Note that a holder with these tokens was added to the tree."""
         self._growing[holder] = tokens, len(tokens)
 
     def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """Note that a holder has these tokens now, which begin with those that it had."""
+        """Note that a holder has these tokens now; they begin with its earlier ones."""
         self._growing[holder] = tokens, len(tokens)
 
     def removed(self, holder: Holder) -> None:
-        """Note that a holder is not in the tree."""
+        """Note that a holder was removed from the tree."""
         self._growing.pop(holder, None)
         for depth, block in enumerate(self._held.pop(holder, ())):
             n = self._n_holders[block] = self._n_holders[block] - 1
@@ -160,7 +160,7 @@ class BlockTracker:
 
     # ---- events
     def take(self) -> list[Event]:
-        """Return the changes since the last call: what was removed, then what was stored, parents first."""
+        """Return the changes since the last call: removed blocks, then stored blocks, parents first."""
         self._grow()
         events: list[Event] = []
         if self._gone:
@@ -173,7 +173,7 @@ class BlockTracker:
         return events
 
     def _grow(self) -> None:
-        """Hash the blocks that were computed since the last call."""
+        """Hash the blocks computed since the last call."""
         size = self.block_size
         for holder, (tokens, n_tokens) in list(self._growing.items()):
             n = min(holder.n, n_tokens) // size
@@ -195,7 +195,7 @@ class BlockTracker:
 
 
 def chains(blocks: Iterable[tuple[int, Block]]) -> list[Stored]:
-    """Return as few events as store these blocks. Parents must come before their children."""
+    """Return the fewest events that store these blocks. Parents must come before their children."""
     events: list[Stored] = []
     by_end: dict[int | None, Stored] = {}
     for key, block in blocks:
@@ -221,9 +221,9 @@ _log = logging.getLogger("llamapipe.kv_events")
 class Publisher:
     """The sockets and threads of one engine's events. ``put`` and ``flush`` are for the engine thread.
 
-    ``options``: with the addresses that are in use. ``tracker``: where ``flush`` takes the events. ``n_put``: batches
-    that were put; the next one has this number. Raises OSError if an address cannot be used, ImportError without the
-    extra ``kv-events``.
+    ``options``: the options, with the addresses in use. ``tracker``: the source of events for ``flush``. ``n_put``:
+    number of batches put so far, and the number of the next batch. Raises OSError if an address cannot be used,
+    ImportError without the extra ``kv-events``.
     """
 
     def __init__(self, options: KvEvents, model_name: str) -> None:
@@ -285,7 +285,7 @@ class Publisher:
 
     # ---- the engine thread
     def flush(self) -> None:
-        """Send what has changed since the last call. Does not wait: while many batches wait, changes are collected."""
+        """Send the changes since the last call, without waiting. While many batches wait, changes are collected."""
         if self._queue.qsize() < _MAX_WAITING:
             events = self.tracker.take()
             if events:
@@ -354,7 +354,7 @@ class Publisher:
             replay.close()
 
     def _since(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the batches from a number on; one that stores all blocks before them, if some are not kept."""
+        """Return the batches from a number on. If some are not kept, one that stores all earlier blocks comes first."""
         with self._lock:
             kept = [(number, payload) for number, payload, _ in self._kept if number >= first]
             oldest = self._kept[0][0] if self._kept else 0

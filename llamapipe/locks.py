@@ -7,7 +7,7 @@ import queue
 
 
 def check_threads() -> None:
-    """Raise RuntimeError where gevent or eventlet has replaced threads: ours could not run while a caller waits.
+    """Raise RuntimeError if gevent or eventlet has replaced threads: ours could not run while a caller waits.
 
     Callers wait in native code, which lets other threads run, but not other greenlets.
     """
@@ -79,7 +79,7 @@ class OneCall(Lock):  # type: ignore[misc]  # as above
 
 
 class OneTask:
-    """Guards the coroutines of an object for one task in the same way. For one event loop."""
+    """Guards the coroutines of an object for one task, as ``OneCall`` does for threads. For one event loop."""
 
     __slots__ = ("_running", "_what")
 

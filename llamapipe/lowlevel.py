@@ -1,6 +1,6 @@
-"""Use it to drive the pipeline without an engine: batches, outputs and traces of steps.
+"""The pipeline without an engine: batches, outputs and traces of steps.
 
-``Pipeline`` and ``DecodeBatch`` are also names of ``llamapipe``. See the guide to the pipeline.
+``llamapipe`` also exports ``Pipeline`` and ``DecodeBatch``. See the guide to the pipeline.
 """
 
 from __future__ import annotations

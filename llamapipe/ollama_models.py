@@ -1,9 +1,9 @@
 """Models that Ollama has downloaded: their names, files and settings. Nothing here writes.
 
-Open it for ``ollama:NAME``. Ollama keeps a manifest for each name, which lists blobs by their hash: the GGUF file, and
-what a Modelfile sets. They are found where Ollama looks for them: in ``OLLAMA_MODELS``, or in ``~/.ollama/models`` and
-the folder of the system's service. A store may be damaged, half downloaded or unreadable: lists leave such models out,
-and an error says what is wrong with the one that is asked for.
+Open this file to change how ``ollama:NAME`` is resolved. For each name Ollama keeps a manifest, which lists blobs by
+their hash: the GGUF file, and the settings of the Modelfile. This module looks where Ollama does: in ``OLLAMA_MODELS``,
+or in ``~/.ollama/models`` and the folder of the system's service. A model may be damaged, half downloaded or
+unreadable. Lists leave such models out; a request for one raises an error that says what is wrong.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST_BYTES = 2**20  # of a manifest, and of a text that a Modelfile sets
 
 
 class StoredModel(NamedTuple):
-    """A name of the store. ``path``: its GGUF file. ``digest``: the manifest's, in hexadecimal.
+    """A named model in the store. ``path``: its GGUF file. ``digest``: the manifest's digest, in hexadecimal.
 
-    ``texts``: the files of what its Modelfile sets, by kind: ``params`` (JSON), ``system``, ``license``, ``template``;
-    ``projector`` is the GGUF file of an encoder of images.
+    ``texts``: the files with the settings of its Modelfile, by kind: ``params`` (JSON), ``system``, ``license``,
+    ``template``. ``projector`` is the GGUF file of an image encoder.
     """
 
     name: str
@@ -44,7 +44,7 @@ class StoredModel(NamedTuple):
     texts: Mapping[str, Path]
 
     def text(self, kind: str) -> str:
-        """Return one of the texts; empty if there is none, or none that can be read."""
+        """Return one of the texts; empty if it is missing or unreadable."""
         path = self.texts.get(kind)
         try:
             return "" if path is None else _read(path).decode()
@@ -62,7 +62,7 @@ class StoredModel(NamedTuple):
 
 
 def folders() -> list[Path]:
-    """Return where Ollama's models may be."""
+    """Return the folders that may hold Ollama's models."""
     folder = os.environ.get("OLLAMA_MODELS")
     if folder:
         return [Path(folder)]
@@ -73,7 +73,7 @@ def folders() -> list[Path]:
 
 
 def find_stored(name: str) -> StoredModel:
-    """Return the model of a name, with or without a tag. Raises ModelLoadError, ValueError for what is no name."""
+    """Return the model with a name, with or without a tag. Raises ModelLoadError, ValueError for an invalid name."""
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise ValueError(
@@ -109,7 +109,7 @@ def find_stored(name: str) -> StoredModel:
 
 
 def stored_models() -> list[StoredModel]:
-    """Return the models that are complete, by name; the first folder wins."""
+    """Return the complete models, sorted by name; for equal names the first folder wins."""
     models: dict[str, StoredModel] = {}
     for folder in folders():
         for stored in _models_in(folder):
@@ -123,14 +123,17 @@ def short_names() -> set[str]:
 
 
 def names_of(path: Path) -> list[StoredModel]:
-    """Return the names of a store's file, if ``path`` is one: models with other settings may share it."""
+    """Return the models that use ``path``, a file of a store: several, with different settings, may share it."""
     if path.parent.name != "blobs" or not _DIGEST.fullmatch(path.name):
         return []
     return sorted(stored for stored in _models_in(path.parent.parent) if stored.path.name == path.name)
 
 
 def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """Return the file and the name of what ``ollama:NAME`` means; None for a file's path. Raises as ``find_stored``."""
+    """Return the file and the name of the model ``ollama:NAME``; None for a file's path.
+
+    Raises as ``find_stored`` does.
+    """
     text = os.fsdecode(path)
     if not text.startswith(PREFIX):
         return None
@@ -142,7 +145,7 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
 
 def shown_name(path: Path) -> str:
-    """Return what to call a model's file: its name without ``.gguf``; of a file in the store, Ollama's."""
+    """Return the name to show for a model's file: Ollama's for a file in the store, else its name without ``.gguf``."""
     names = names_of(path)
     return names[0].name.removesuffix(f":{_TAG}") if names else readable(path.stem)
 
@@ -175,7 +178,7 @@ def _read(path: Path) -> bytes:
 
 
 def _stored(folder: Path, place: Path, data: bytes) -> StoredModel:
-    """Return what a manifest says. Raises ModelLoadError."""
+    """Return the model that a manifest describes. Raises ModelLoadError."""
     host, namespace, model, tag = place.parts
     name = f"{model}:{tag}"
     if namespace != _NAMESPACE or host != _HOST:

@@ -42,22 +42,22 @@ class HasJsonSchema(Protocol):
 @explains_fields
 @dataclass(frozen=True)
 class SamplingParams:
-    """Options of one request; frozen, usable for any number of requests and threads.
+    """Options of one request. Frozen; any number of requests and threads may use the same object.
 
     Forbidden tokens are masked first, then ``logit_bias`` is added, then the samplers of ``sampler_order`` run, by
     default in llama.cpp's order. Sampler names, meanings and defaults are llama.cpp's.
 
-    - ``max_tokens``: maximum number of generated tokens; None: until generation or the context ends. ``min_tokens``:
+    - ``max_tokens``: maximum number of generated tokens; None: no limit but the context. ``min_tokens``:
       end-of-generation and stop tokens are masked until this many tokens have been generated, unless a constraint
       leaves no other token.
-    - ``reasoning_budget``: in chats, the most tokens of reasoning. When they are used up, the template's own marker
-      ends the reasoning, after ``reasoning_budget_message`` if that is given, and the answer follows. None or -1: no
-      limit. It limits nothing in a model that does not reason.
-    - ``temperature``: 0 takes the most probable token, on ties the lowest id, and applies no truncation.
-      ``dynatemp_range``, ``dynatemp_exponent``: vary the temperature by up to this range with the entropy.
+    - ``reasoning_budget``: in chats, the maximum number of reasoning tokens. When they are used up, the template's own
+      marker ends the reasoning, after ``reasoning_budget_message`` if that is given, and the answer follows. None or
+      -1: no limit. It has no effect in a model that does not reason.
+    - ``temperature``: 0 takes the most probable token (on ties the lowest id) and applies no truncation.
+      ``dynatemp_range``, ``dynatemp_exponent``: vary the temperature with the entropy, by up to this range.
     - ``top_k`` (0 or -1: all), ``top_p``, ``min_p``, ``typical_p``, ``top_n_sigma`` (0 or less: off) and
-      ``xtc_probability`` with ``xtc_threshold`` remove candidates. ``min_keep``: how many ``top_p``, ``min_p``,
-      ``typical_p`` and XTC leave at least.
+      ``xtc_probability`` with ``xtc_threshold`` remove candidates. ``min_keep``: the minimum number of candidates that
+      ``top_p``, ``min_p``, ``typical_p`` and XTC leave.
     - ``repeat_penalty``, ``presence_penalty``, ``frequency_penalty`` look at the last ``repeat_last_n`` tokens,
       including the prompt's (-1: all of them, 0: none).
     - ``dry_multiplier`` (0: off), ``dry_base``, ``dry_allowed_length``, ``dry_penalty_last_n`` (-1: all) and
@@ -68,38 +68,37 @@ class SamplingParams:
     - ``sampler_order``: the samplers to apply, names of ``SAMPLER_ORDER``, in this order; samplers not listed are
       skipped.
     - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers
-      are at most a million. ``allowed_token_ids``: only these. ``bad_words``: texts that are never generated,
-      tokenized alone or after a space.
+      are at most a million. ``allowed_token_ids``: only these tokens are sampled. ``bad_words``: texts that are never
+      generated, tokenized alone or after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, in a thread of the engine;
-      one that raises fails its own request. One with two parameters is called with the tokens so far, those of the
-      prompt included, and the row; the list is not to be changed.
+      one that raises fails its own request. A callable with two parameters gets the tokens so far, including the
+      prompt's, and the row; it must not change the list.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
-      ``regex``, ``lark`` and ``choice`` (texts, of which the output is one; with the extra ``structured``): a format
+      ``regex``, ``lark`` and ``choice`` (texts, one of which is the output; with the extra ``structured``): a format
       that the text must match. If no text of ``choice`` begins with a space, the model may write one before it; its
-      token is among the ids and log-probabilities, and the text is as it was given. ``grammar_timeout``: seconds of
-      processor time that following it may take, for one request; None: no limit.
-    - ``json_whitespace``: the spaces of JSON that follows ``json_schema``. "spaced": one after each colon and comma, as
-      ``json.dumps`` writes them. "compact": none. "flexible": one or two spaces, or a newline and an indentation, may
-      stand between its parts; a model can then spend its tokens on them.
+      token is among the ids and log-probabilities, but the space is not in the text. ``grammar_timeout``: seconds of
+      processor time that one request may spend on this format; None: no limit.
+    - ``json_whitespace``: the whitespace in JSON that follows ``json_schema``. "spaced": one after each colon and
+      comma, as ``json.dumps`` writes them. "compact": none. "flexible": one or two spaces, or a newline and an
+      indentation, may separate its parts; a model can then spend its tokens on them.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
     - ``n``: choices for each prompt; those that run together share its computation.
-    - ``seed``: None or -1: a random one, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
+    - ``seed``: None or -1 means a random seed, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never sample a token that ends generation.
     - ``priority``: requests with a higher priority are admitted and computed first, and preempt others if slots or
-      cells run short. ``cache``: share KV cells of equal prefixes with other requests; see ``Engine``.
-      ``cache_salt``: a text; only requests with the same one share cells, so nobody without it can find out, by the
-      time or ``n_cached_tokens``, what these prompts were. None: share with all requests that have none.
+      cells run short. ``cache``: share KV cells of equal prefixes with other requests; see ``Engine``. ``cache_salt``:
+      a text; only requests with the same salt share cells, so nobody without it can infer these prompts from response
+      times or ``n_cached_tokens``. None: share with all requests that have no salt.
     - ``prediction``: a text that the output is expected to be like, such as a file with a few changes. It saves steps
-      where it is right, and never changes the output. ``speculate``: whether steps also compute tokens that are
-      guessed, where that saves time. None: from the constraint, the prediction, the prompt, the output, and the
-      engine's draft model. "ngram": without the draft model. "draft": without the prompt and the output. "off":
-      never.
+      where it matches, and never changes the output. ``speculate``: whether steps also compute guessed tokens, where
+      that saves time. None: guesses come from the constraint, the prediction, the prompt, the output, and the engine's
+      draft model. "ngram": not from the draft model. "draft": not from the prompt and the output. "off": no guesses.
     - ``adapter``: a LoRA or a control vector that the model has loaded (``Model.load_adapter``,
-      ``load_control_vector``), by its name or as an object; or several with scales, as a mapping. None: the model
+      ``load_control_vector``), by its name or as an object; or a mapping of several to their scales. None: the model
       alone. On CPUs, requests with different LoRAs share steps; other sets take turns.
 
     Raises ValueError or TypeError naming the field. ``docs/sampling.md`` has the ranges.
@@ -318,7 +317,7 @@ def _items(name: str, value: Any) -> list[Any]:
 
 
 def _strings(name: str, value: Any, *_: float) -> tuple[str, ...]:
-    """Return texts; none where ``value`` is None, as other libraries say it."""
+    """Return ``value`` as a tuple of texts; None, which other libraries use for no texts, gives an empty one."""
     return () if value is None else _text_list(name, value)
 
 
@@ -357,7 +356,7 @@ def _biases(logit_bias: dict[Any, Any]) -> dict[int, float]:
 
 
 def _bias(name: str, value: Any) -> float:
-    """Return ``value`` as what may be added to a logit. Raises TypeError, ValueError naming it."""
+    """Return ``value`` as a number that may be added to a logit. Raises TypeError, ValueError naming it."""
     if isinstance(value, float) and value == -inf:
         return -inf
     try:

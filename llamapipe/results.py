@@ -21,9 +21,9 @@ _MOST_CHARACTERS = 60  # of a text in a repr
 class Timings:
     """How long a request took, in seconds from its submission.
 
-    - ``first_token_s``: to the first token; None if there was none.
-    - ``total_s``: to the end.
-    - ``queue_s``: to its slot, after which the prompt is computed; None without a first token.
+    - ``first_token_s``: until the first token; None if there was none.
+    - ``total_s``: until the end.
+    - ``queue_s``: until it got a slot and its prompt could be computed; None without a first token.
     """
 
     first_token_s: float | None
@@ -39,7 +39,7 @@ class _IdLogprob(NamedTuple):
 class TopLogprob(_IdLogprob):
     """A token and the natural logarithm of its probability; unpacks into those two, so ``dict(entry.top)`` works.
 
-    ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the same as text.
+    ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the piece as text.
     """
 
     piece: bytes
@@ -72,7 +72,7 @@ class TokenLogprob(_TokenLogprob):
 
     - ``top``: the most probable tokens at this position, best first, as many as ``logprobs`` or ``prompt_logprobs`` of
       the params ask for.
-    - ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the same as text.
+    - ``piece``: the token's bytes, which may split a UTF-8 character. ``text``: the piece as text.
     """
 
     piece: bytes
@@ -106,7 +106,7 @@ class Choice:
       stop string.
     - ``finish_reason``: ``"stop"`` at an end token or a stop string, ``"length"`` at ``max_tokens`` or the end of the
       context, ``"cancelled"`` or ``"timeout"``.
-    - ``seed``: the seed that was used, also if it was chosen at random.
+    - ``seed``: the seed that was used, even if it was chosen at random.
     - ``logprobs``: one for each of ``token_ids`` if the params ask for log-probabilities, else None.
     - ``stop_string``, ``stop_token``: what ended the text, if one of them did. ``stop_logprob``: the log-probability of
       that token, if the params ask for it.
@@ -140,10 +140,10 @@ class Completion:
 
     - ``n_prompt_tokens``: length of the prompt, which is computed once for all choices.
     - ``n_cached_tokens``: tokens of the prompt that came from the prefix cache and were not computed.
-    - ``n_drafted_tokens``: guessed tokens that were computed, for all choices. ``n_accepted_tokens``: those that were
-      right.
+    - ``n_drafted_tokens``: guessed tokens that were computed, for all choices. ``n_accepted_tokens``: how many of them
+      were right.
     - ``prompt_logprobs``: one for each token of the prompt except the first, if the params ask for them, else None.
-    - ``timings``: to the first token of any choice, and to the end of the last.
+    - ``timings``: until the first token of any choice, and until the end of the last one.
     """
 
     choices: tuple[Choice, ...]
@@ -204,7 +204,7 @@ class Completion:
 
 
 class Delta(NamedTuple):
-    """A part of a stream: new text (whole characters, possibly empty), new tokens, and in the last one a finish reason.
+    """A part of a stream: new text (whole characters, possibly empty) and tokens. The last part has a finish reason.
 
     ``logprobs``: one for each of ``token_ids`` if the params ask for them. ``stop_string``: in the last part, the stop
     string that ended the text, if one did.
@@ -271,8 +271,8 @@ class EngineStats:
 
     Requests:
 
-    - ``n_requests``: requests that were submitted. ``n_active``: those with a slot now. ``n_queued``: those that wait
-      for one now.
+    - ``n_requests``: requests that were submitted. ``n_active``: requests that have a slot now. ``n_queued``: requests
+      that wait for one now.
     - ``n_preempted``: how often a request lost its slot to another.
     - ``queue_times``: from a request's submission until it has a slot.
 
@@ -280,40 +280,41 @@ class EngineStats:
 
     - ``steps``: steps that were computed. ``step_times``: from a step's launch until its tokens are sampled.
     - ``n_prompt_tokens``: prompt tokens that were computed, counted again after a preemption.
-    - ``n_completion_tokens``: tokens that were generated.
+    - ``n_completion_tokens``: generated tokens.
 
     Time of the engine thread, in seconds:
 
     - ``plan_s``, ``launch_s``, ``sample_s``, ``deliver_s``: by stage of a step. ``idle_s``: without work.
     - ``wait_s``: blocked until a step was computed, where the backend reports it.
-    - ``compute_s``: computing steps, on whichever thread.
+    - ``compute_s``: computing steps, on any thread.
 
     Memory:
 
     - ``n_used_cells``: KV cells of running requests.
     - ``n_cache_hit_tokens``: prompt tokens that came from the prefix cache.
-    - ``n_saved``, ``n_restored``: sequences copied to host memory, and back. ``cache_bytes``: host memory that they
-      and saved states take now.
-    - ``n_disk_reads``, ``n_disk_writes``: sequences that were read from ``cache_dir``, and written there.
-    - ``swa_full``: whether layers with a sliding window keep all cells; None: there are no such layers.
+    - ``n_saved``, ``n_restored``: sequences copied to host memory, and back. ``cache_bytes``: host memory that saved
+      sequences and states take now.
+    - ``n_disk_reads``, ``n_disk_writes``: sequences read from and written to ``cache_dir``.
+    - ``swa_full``: whether layers with a sliding window keep all cells; None if there are no such layers.
 
     Guessed tokens:
 
-    - ``n_drafted``: guesses that were computed. ``n_accepted``: those that were right. ``n_forced``: the right ones
-      that a constraint left no choice about. ``n_drafted_by_model``, ``n_accepted_by_model``: those of the draft model,
-      or of the model's MTP layer.
+    - ``n_drafted``: guesses that were computed. ``n_accepted``: guesses that were right. ``n_forced``: right guesses
+      that a constraint forced. ``n_drafted_by_model``, ``n_accepted_by_model``: guesses of the draft model or of the
+      model's MTP layer, and how many were right.
     - ``n_steps_saved``: steps that a whole batch was spared.
     - ``no_guesses``: why no step has guesses; ``""`` if steps may have some. ``unguessed``: requests without guesses
-      although others may have some, by the reason.
+      although others may have some, counted by reason.
 
     The rest:
 
     - ``n_waits``: waits for one step. ``n_syncs``: waits for everything that was launched.
     - ``n_copies``, ``n_copied_bytes``: rows that were copied to host memory.
-    - ``n_reused``: compute graphs that llama.cpp reused. ``n_graph_sampled``: tokens sampled in the compute graph.
+    - ``n_reused``: how often llama.cpp reused a compute graph. ``n_graph_sampled``: tokens sampled in the compute
+      graph.
     - ``n_micro_batches``: micro-batches that decoding requests are split into now.
     - ``n_threads``: compute threads in use now. ``n_thread_changes``: how often their number changed.
-    - ``n_adapter_changes``: how often llama.cpp planned its graphs anew, for adapters that cannot share a step.
+    - ``n_adapter_changes``: how often llama.cpp planned its graphs again, for adapters that cannot share a step.
     - ``n_encoded_media``: images and sounds, or tiles of them, that were encoded.
     """
 
@@ -363,7 +364,7 @@ class EngineStats:
 
 
 def shortened(text: str) -> str:
-    """Return a text as a literal, the middle left out if it is long."""
+    """Return a text as a literal; leave out the middle if it is long."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]}…{text[-_MOST_CHARACTERS // 2 + 1 :]}"
     return repr(text)
@@ -471,7 +472,7 @@ class ChatCompletion:
 class ChatDelta(NamedTuple):
     """A part of a streamed answer; the last part has a finish reason.
 
-    - ``content``, ``reasoning``: the text that is new in each; ``""`` if there is none.
+    - ``content``, ``reasoning``: the new text of each; ``""`` if there is none.
     - ``tool_calls``: parts of calls. The first part of a call has its id and name; every part has a piece of the JSON
       of its arguments.
     - ``token_ids``, ``logprobs``, ``stop_string``: as in ``Delta``, for the tokens that came with this part.
@@ -489,7 +490,7 @@ class ChatDelta(NamedTuple):
 def call_message(call: ToolCall, as_written: bool = False) -> dict[str, object]:
     """Return a tool call as messages hold it, in OpenAI's form.
 
-    ``as_written``: with the text of the arguments that a stream has, which is not JSON where a call is not complete.
+    ``as_written``: with the arguments as the stream delivered them, which are not valid JSON if the call is incomplete.
     """
     arguments = call.arguments_text if as_written else call.arguments_json
     function = {"name": call.name, "arguments": arguments}

@@ -1,11 +1,11 @@
 """Devices of other machines, through llama.cpp's ggml-rpc.
 
-Addresses are checked and workers asked for their protocol here in Python, because ggml-rpc ends the process, or waits
-without a limit, where it cannot connect. Nothing of ggml-rpc is loaded before the first model with ``rpc=`` or the
-first worker.
+Python code checks the addresses and asks the workers for their protocol version, because ggml-rpc ends the process, or
+waits without a limit, if it cannot connect. ggml-rpc is loaded only with the first model with ``rpc=`` or the first
+worker.
 
-A worker serves one connection at a time, and keeps one graph for each of its devices. ggml-rpc's client remembers which
-one without a lock: two contexts that compute at once could each get the result of the other's graph. So a worker
+A worker serves one connection at a time, and keeps one graph for each of its devices. ggml-rpc's client remembers that
+graph without a lock: two contexts that compute at once could each get the result of the other's graph. So a worker
 belongs to one model, and such a model has one context.
 
 The first message of the protocol (``RPC_CMD_HELLO``, ``rpc_msg_hello_req`` and ``rpc_msg_hello_rsp`` in llama.cpp's
@@ -39,7 +39,7 @@ _FORM = 'an address such as "10.0.0.2:50052"'
 
 @dataclass(frozen=True)
 class Address:
-    """``text``: as it was given. ``ip``: the numeric IPv4 address of its host. Plain data."""
+    """A worker's address. ``text``: as given. ``ip``: the numeric IPv4 address of its host."""
 
     text: str
     ip: str
@@ -47,12 +47,12 @@ class Address:
 
     @property
     def endpoint(self) -> str:
-        """The form that ggml-rpc reads."""
+        """The address in ggml-rpc's form."""
         return f"{self.ip}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine and cannot be reached from others."""
+        """Whether the address is on this machine and cannot be reached from others."""
         return ipaddress.IPv4Address(self.ip).is_loopback
 
 
@@ -166,7 +166,10 @@ def _ask(address: Address, timeout_s: float) -> tuple[int, int, int]:
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
-    """Receive a whole answer. Raises EOFError at its end, TimeoutError at the deadline, also if bytes trickle in."""
+    """Receive a whole answer.
+
+    Raises EOFError if the connection ends, TimeoutError at the deadline even if bytes arrive.
+    """
     data = b""
     while len(data) < ANSWER.size:
         left = deadline - time.monotonic()
@@ -196,7 +199,7 @@ def library() -> Path:
 
 
 class Workers:
-    """The connections of one model; ``close`` ends them.
+    """The connections of one model to its workers; ``close`` ends them.
 
     ``devices``: the native handles of the workers' devices, in the order of the addresses; valid for the life of the
     process. Any thread.
@@ -244,7 +247,7 @@ class Workers:
             self.devices += list(devices)
 
     def close(self) -> None:
-        """End the connections; a second call does nothing. After the model is freed, and not after a fork."""
+        """End the connections; a second call does nothing. Call it after the model is freed, and not after a fork."""
         with _lock:
             endpoints, self._endpoints = self._endpoints, []
             for endpoint in endpoints:
@@ -265,7 +268,7 @@ _LOG_PERIOD_S = 1.0
 
 
 def free_port(address: Address) -> Address:
-    """Return the address with a port that is free just now. Raises BackendError if the given one cannot be used."""
+    """Return the address with a port that is currently free. Raises BackendError if the given one cannot be used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -281,10 +284,10 @@ _SO_ATTACH_FILTER = 26  # Linux; the module socket does not name it
 
 
 def _admit_only(address: Address, networks: Sequence[ipaddress.IPv4Network]) -> bool:
-    """Close the socket that listens at an address to all but these networks. False if no such socket was found.
+    """Admit only these networks to the socket that listens at an address. Return False if there is no such socket.
 
-    A filter of the kernel (Linux's Documentation/networking/filter.rst) drops other machines' packets: to them the
-    port looks like one that a firewall guards. ggml-rpc makes the socket and accepts connections, and asks nobody.
+    A kernel filter (Linux's Documentation/networking/filter.rst) drops other machines' packets: to them the port looks
+    like one behind a firewall. ggml-rpc itself makes the socket and accepts every connection.
     """
     here = [ipaddress.IPv4Network(ip) for ip in ("127.0.0.1", address.ip)]
     load, mask, compare, answer = 0x20, 0x54, 0x15, 0x06
@@ -322,9 +325,9 @@ def serve(
 ) -> None:
     """Serve native devices at a numeric address, one client at a time, for as long as the process lives.
 
-    ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a
-    folder for large tensors. ``networks``: beside this machine, only these can connect (Linux); not read where
-    ``address`` is on the loopback. The call handles no signals: leave them to the system.
+    ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a folder for
+    large tensors. ``networks``: apart from this machine, only these can connect (Linux); ignored if ``address`` is a
+    loopback address. The call handles no signals: leave them to the system.
 
     Raises BackendError if the worker cannot listen.
     """

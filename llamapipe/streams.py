@@ -37,8 +37,8 @@ BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequ
 class PromptProgress(NamedTuple):
     """How far a request's prompt is computed.
 
-    - ``n_prompt_tokens``: length of the prompt. ``n_cached_tokens``: those of it that came from the prefix cache.
-    - ``n_done``: tokens that need not be computed any more, the cached ones included.
+    - ``n_prompt_tokens``: length of the prompt. ``n_cached_tokens``: prompt tokens that came from the prefix cache.
+    - ``n_done``: prompt tokens that are computed, including the cached ones.
     - ``seconds``: time since the request got a slot.
     """
 
@@ -49,7 +49,7 @@ class PromptProgress(NamedTuple):
 
 
 def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the submission of a request that does not wait for room, in a task. Elsewhere its first delta starts it."""
+    """Submit at once a request that does not wait for room, if called in a task; else its first delta starts it."""
     import asyncio
 
     try:
@@ -61,7 +61,7 @@ def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class StreamReader(NotCopyable):
-    """The part that both kinds of stream share: the budget for further tokens, the end, cancelling."""
+    """What both kinds of stream share: the budget for further tokens, the end, cancellation."""
 
     engine: object = None  # kept alive by its streams
     observed: Observation | None = None
@@ -85,7 +85,7 @@ class StreamReader(NotCopyable):
 
     @property
     def n_drafted_tokens(self) -> int:
-        """The number of guessed tokens that were computed so far."""
+        """The number of guessed tokens computed so far."""
         request = getattr(self, "_request", None)
         return 0 if request is None else request.n_drafted
 
@@ -163,7 +163,7 @@ class StreamReader(NotCopyable):
 
 
 class SequenceHandle(NotCopyable):
-    """The part that both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
+    """What both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
 
     engine: object = None  # kept alive by its generations
 
@@ -225,13 +225,13 @@ class SequenceHandle(NotCopyable):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while ``next`` may return a token."""
+        """Why the generation ended; None while ``next`` may return a token."""
         if self._request.cancelled:
             return "cancelled"
         return self._request.finish_reason  # type: ignore[return-value]
 
     def trim(self, n_keep: SupportsIndex) -> None:
-        """Keep the first ``n_keep`` tokens; ``next`` continues after the last of them, also if the text had ended.
+        """Keep the first ``n_keep`` tokens; ``next`` continues after the last of them, even if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
@@ -253,7 +253,7 @@ class SequenceHandle(NotCopyable):
             self._change(n, [])
 
     def append(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Add tokens at the end; ``next`` continues after the last of them, also if the text had ended.
+        """Add tokens at the end; ``next`` continues after the last of them, even if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises TypeError or ValueError for bad token ids,
         InvalidRequestError when they do not fit in the context or the generation was cancelled.
@@ -303,7 +303,7 @@ class SequenceHandle(NotCopyable):
             self.cancel()
 
     def _drop_old_tokens(self) -> None:
-        """Drop what the engine has dropped because the context was full."""
+        """Drop the tokens that the engine has dropped because the context was full."""
         request = self._request
         n = len(request.dropped) - self._n_dropped
         if n:
@@ -323,7 +323,7 @@ class SequenceHandle(NotCopyable):
 
 
 def _seed_of_fork(seed: int, index: int) -> int:
-    """Return a seed for the fork with this number: forks of forks must not draw what another fork draws."""
+    """Return a seed for the fork with this number. Forks of forks must not draw the same tokens as other forks."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little")
@@ -333,9 +333,9 @@ def _seed_of_fork(seed: int, index: int) -> int:
 class AsyncStream(StreamReader):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, of one event loop: a
-    second task that asks for a delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating
-    raises the request's error, or TimeoutError after its timeout.
+    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, in one event loop: if a
+    second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
+    Iterating raises the request's error, or TimeoutError after its timeout.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class AsyncChatStream(NotCopyable):
     """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
-    as in ``AsyncStream``.
+    handled as in ``AsyncStream``.
     """
 
     def __init__(
@@ -455,7 +455,7 @@ class AsyncChatStream(NotCopyable):
 
     @property
     def n_drafted_tokens(self) -> int:
-        """The number of guessed tokens that were computed so far."""
+        """The number of guessed tokens computed so far."""
         return 0 if self._stream is None else self._stream.n_drafted_tokens
 
     @property
@@ -574,11 +574,11 @@ class AsyncGeneration(SequenceHandle):
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> AsyncGeneration:
-        """Make a second generation of the same sequence, independent of this one; also if the text has ended.
+        """Make an independent second generation of the same sequence, even if the text has ended.
 
-        With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
-        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``:
-        that sampler's; default: one that follows from this generation's seed and the number of its forks.
+        With a prefix cache it reuses this generation's KV cells; without one it computes them again. The tokens so far
+        count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
+        ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
 
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
@@ -597,9 +597,9 @@ class AsyncGeneration(SequenceHandle):
     async def snapshot(self) -> bytes:
         """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        Their size is that of the cells and of the last four saved states. A header has the format, a fingerprint of
-        the model file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum
-        reveals damage but not forgery: restore only snapshots from sources that you trust.
+        They include the cells and the last four saved states. A header has the format, a fingerprint of the model file,
+        the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals damage
+        but not forgery: restore only snapshots from sources that you trust.
 
         Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
         model's file cannot be read.
@@ -641,7 +641,7 @@ class CachedPrefix(NotCopyable):
         return f"<CachedPrefix n_tokens={self.n_tokens} n_bytes={self.n_bytes}>"
 
     def release(self) -> None:
-        """Let the cache drop the prefix when it needs the memory. A second call does nothing."""
+        """Allow the cache to drop the prefix when it needs the memory. A second call does nothing."""
         self._engine_thread.release(self._request)
 
     def __enter__(self) -> CachedPrefix:

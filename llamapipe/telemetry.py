@@ -29,14 +29,14 @@ _dropped: deque[_RequestSpan] = deque()
 def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) -> None:
     """Create a span for each request that is submitted to the engine from now on.
 
-    ``tracer_provider``: default: the global one. A span is a child of the caller's current span, in threads and in
+    ``tracer_provider``: None means the global one. A span is a child of the caller's current span, in threads and in
     asyncio tasks. It begins when the request is submitted and ends with the last token. The thread or task that reads
-    the result ends the span, so the engine never waits for an exporter. Each prompt of a list has its own span, for any
-    ``n``.
+    the result ends the span, so the engine never waits for an exporter. Each prompt of a list has one span, whatever
+    ``n`` is.
 
-    Spans of ``generate`` and streams are named ``text_completion``, of chats ``chat``, of scores ``score``. The events
-    ``llamapipe.prefill`` and ``llamapipe.first_token`` mark when a request got a slot and its first token. Spans of
-    failed requests have the status ERROR and ``error.type``. ``start`` and ``Embedder`` create no spans.
+    Spans of ``generate`` and streams are named ``text_completion``, those of chats ``chat``, those of scores ``score``.
+    The events ``llamapipe.prefill`` and ``llamapipe.first_token`` mark when a request got a slot and its first token.
+    Spans of failed requests have the status ERROR and ``error.type``. ``start`` and ``Embedder`` create no spans.
 
     Any thread. Raises ImportError without the extra ``otel``.
     """
@@ -115,7 +115,7 @@ class _RequestSpan:
         self._began_ns, self._began_at = time_ns(), perf_counter()
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """End the span at the time of the requests' end, or now."""
+        """End the span at the time when the requests ended, or now."""
         span, request = self._span, self._request
         if span.is_recording():
             for name, at in (("prefill", request.prefill_at), ("first_token", request.first_token_at)):
@@ -132,7 +132,7 @@ class _RequestSpan:
         span.end(self._ns(perf_counter() if ended_at is None else ended_at))
 
     def drop(self) -> None:
-        """Leave the end to the next caller: a destructor may run while its thread holds an OpenTelemetry lock."""
+        """Let the next caller end the span: a destructor may run while its thread holds an OpenTelemetry lock."""
         _dropped.append(self)
 
     def _results(self, cancelled: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Types that few programs name: of arguments, of parts of results, and the protocols for observers of requests."""
+"""Types that few programs name: argument types, parts of results, and protocols for observers of requests."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ ResponseFormat: TypeAlias = Mapping[str, object] | str | bool | HasJsonSchema
 
 
 class ObservedRequest(Protocol):
-    """One prompt that was submitted, with all its choices. Any thread; the values of a running request change.
+    """One submitted prompt with all its choices. Any thread; the values change while the request runs.
 
     ``operation``: ``"text_completion"``, ``"chat"`` or ``"score"``. ``params``: None for scores. ``is_bounded``:
-    whether it has a limit of tokens to generate. ``finish_reasons``: one for each choice, None while it is unfinished.
-    Times are of ``time.perf_counter``; None: not yet, or never. ``prefill_at``: a slot began to compute the prompt.
+    whether the number of tokens to generate is limited. ``finish_reasons``: one for each choice, None while it is
+    unfinished. Times are of ``time.perf_counter``; None means not yet, or never. ``prefill_at``: when a slot began to
+    compute the prompt.
     """
 
     @property
@@ -68,17 +69,17 @@ class Observation(Protocol):
     """An observer's record of one request."""
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """Learn that the caller has the result or the error, or has given up. Its thread calls this once."""
+        """Record that the caller has the result or the error, or has given up. The caller's thread calls this once."""
 
     def drop(self) -> None:
-        """Learn that the caller has dropped its stream. A destructor calls this, so it must not take a lock."""
+        """Record that the caller has dropped its stream. A destructor calls this, so it must not take a lock."""
 
 
 class RequestObserver(Protocol):
-    """Is told of every prompt that is submitted to an engine. Any thread."""
+    """Observes every prompt that is submitted to an engine. Any thread."""
 
     def begin(self, request: ObservedRequest) -> Observation:
         """Begin to observe a prompt, before its requests are submitted."""
 
     def close(self) -> None:
-        """Learn that the engine was closed."""
+        """Record that the engine was closed."""

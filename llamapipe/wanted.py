@@ -1,8 +1,8 @@
-"""Ends work whose result is no longer wanted: the deadline has passed, the client has left, or the engine closes.
+"""Stops work whose result nobody needs: the deadline has passed, the client has left, or the engine closes.
 
-Call ``check_wanted`` in work that may take long, wherever it can stop: between two images, or two pieces of a file. The
-limits are a context variable, so the functions in between need not pass them on, and threads that run in a copy of the
-context inherit them.
+Call ``check_wanted`` during long work, wherever it can stop: between two images, or two pieces of a file. The limits
+are a context variable, so the functions in between need not pass them on, and threads that run in a copy of the context
+inherit them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 
 class Limit(NamedTuple):
-    """``check`` raises once the work is not wanted. ``deadline``: when it will, in seconds of ``perf_counter``."""
+    """``check`` raises once the work is no longer wanted.
+
+    ``deadline``: when it will raise, in ``perf_counter`` seconds.
+    """
 
     check: Callable[[], object]
     deadline: float | None = None
@@ -30,7 +33,7 @@ def check_wanted() -> None:
 
 
 def deadline() -> float | None:
-    """Return the earliest deadline of this context, a time of ``perf_counter``; None: there is none."""
+    """Return the earliest deadline of this context, in ``perf_counter`` seconds; None if there is none."""
     return min((limit.deadline for limit in _limits.get() if limit.deadline is not None), default=None)
 
 
@@ -52,7 +55,7 @@ class limited:  # noqa: N801 - used like a function
 
 
 def time_limit(seconds: float | None) -> limited:
-    """Make a limit for ``with``: work inside that takes long ends with TimeoutError after this time; None: no limit."""
+    """Make a limit for ``with``: long work inside it ends with TimeoutError after this time; None: no limit."""
     if seconds is None:
         return limited(Limit(lambda: None))
     end = perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""The parts of an engine that both kinds of calls use: for asyncio and for threads."""
+"""The parts of an engine that calls for asyncio and for threads both use."""
 
 from __future__ import annotations
 

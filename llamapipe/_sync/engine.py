@@ -116,13 +116,12 @@ class BlockingCalls(EngineParts):
 
         - ``prompt``: text or token ids, for one ``Completion``; or a list of these, for a list of completions in its
           order.
-        - ``params``: for all prompts, or a list with one for each; None: the defaults of ``SamplingParams``.
+        - ``params``: one for all prompts, or a list with one for each; None: the defaults of ``SamplingParams``.
         - ``timeout``: seconds for the whole call; None: no limit.
         - ``block``: wait for room in the queue; otherwise QueueFullError is raised.
         - ``progress``: show a progress bar (needs tqdm).
         - ``on_error``: ``"raise"`` raises the first error, which names the index of its prompt, and cancels the rest.
-          ``"return"`` puts each error in the place of its completion, like
-          ``asyncio.gather(return_exceptions=True)``.
+          ``"return"`` returns each error in place of its completion, like ``asyncio.gather(return_exceptions=True)``.
         - ``on_timeout``: ``"raise"`` raises TimeoutError. ``"return"`` returns the text so far; unfinished choices have
           the finish reason ``"timeout"``.
 
@@ -180,9 +179,9 @@ class BlockingCalls(EngineParts):
 
         - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
-        - ``n_ahead``: prompts that are read ahead of their completions, at most; default: twice ``n_seq_max``.
-        - ``params``: for all prompts, or an iterable with one for each.
-        - ``timeout``: as for ``generate``; it counts from the first result that is asked for.
+        - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
+        - ``params``: one for all prompts, or an iterable with one for each.
+        - ``timeout``: as for ``generate``; it counts from the request for the first result.
 
         Other options are as for ``generate``. For one thread or task at a time. Closing or dropping the iterator, or
         cancelling its task, cancels the requests that are left; to close it after a ``break``, use
@@ -222,7 +221,7 @@ class BlockingCalls(EngineParts):
     ) -> Iterator[RequestFactory]:
         """Yield, for each prompt as it is read, a function that makes its requests.
 
-        Errors to return go to ``pending.ready``.
+        Errors that are to be returned go to ``pending.ready``.
         """
         all_params: Iterator[SamplingParams | None]
         all_params = repeat(params) if params is None or isinstance(params, SamplingParams) else iter(params)
@@ -289,16 +288,16 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> Completion:
-        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill in.
+        """Generate the text between ``prefix`` and ``suffix``, with a model that was trained to fill gaps.
 
         - ``extra``: other files, each ``(filename, text)``, the most important last. ``filename``: the name of the file
           with the gap.
         - ``order``: the prompt begins with the prefix (``"psm"``) or with the suffix (``"spm"``).
 
         Other options are as for ``generate``. If ``n_ctx`` has no room for everything besides ``max_tokens``, text is
-        left out as in ``Model.tokenize_fim``: in large steps, so that the prefix cache helps while a cursor moves.
+        left out as in ``Model.tokenize_fim``: in large portions, so that the prefix cache helps while a cursor moves.
 
-        Raises InvalidRequestError for a model without tokens for this; else as ``generate`` does.
+        Raises InvalidRequestError for a model without fill-in-the-middle tokens; otherwise raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         text = fim_text(prefix, suffix, extra, filename, order)
@@ -383,8 +382,8 @@ class BlockingCalls(EngineParts):
         """Answer a conversation, or several together, and return when all answers are complete.
 
         A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises what ``generate`` raises, InvalidRequestError also for messages that the model's
-        template refuses, ImportError without the extra ``chat``.
+        for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages that the model's
+        template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -427,12 +426,12 @@ class BlockingCalls(EngineParts):
     ) -> ChatStream:
         """Start an answer and return an iterator over its parts. Raises as ``chat`` does.
 
-        ``before``: tokens of what was said earlier, which precede the prompt. With ``truncation="auto"`` the oldest are
-        left out.
+        ``before``: tokens of earlier turns, which precede the prompt. With ``truncation="auto"`` the oldest are left
+        out.
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts.
-        With ``block=False`` the others start at once, and a queue that is full raises here for any.
+        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts. With
+        ``block=False`` all other conversations start at once, and a full queue raises here in either case.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -456,7 +455,7 @@ class BlockingCalls(EngineParts):
     # ---- token by token, and memory
     @explains_keywords
     def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Start a generation that computes one token for each call of ``next``, and nothing before the first.
+        """Start a generation that computes one token for each call of ``next``, and nothing before the first call.
 
         Raises as ``generate`` does.
         """
@@ -480,11 +479,12 @@ class BlockingCalls(EngineParts):
         """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
         Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). ``params``
-        count from here, and constraints hold for all that was generated. Nothing is computed before the first ``next``.
+        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). Limits in
+        ``params`` count from here, and constraints apply to all generated tokens. Nothing is computed before the first
+        ``next``.
 
-        Raises TypeError for what is not bytes, InvalidRequestError for what is damaged, of another model, made with
-        other ``type_k`` or ``type_v`` or too long for ``n_ctx``; else as ``start`` does.
+        Raises TypeError if ``snapshot`` is not bytes, InvalidRequestError if it is damaged, from another model, made
+        with other ``type_k`` or ``type_v``, or too long for ``n_ctx``; otherwise raises as ``start`` does.
         """
         self._engine_thread.check_open()
         if not isinstance(snapshot, (bytes, bytearray, memoryview)):
@@ -508,12 +508,12 @@ class BlockingCalls(EngineParts):
     ) -> CachedPrefix:
         """Compute a prompt and keep its KV cells in host memory until they are released.
 
-        Requests whose prompts begin with the same tokens load them, also long after. ``prompt``: text or token ids,
-        such as those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``,
-        ``adapter``: those of the requests.
+        Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
+        those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in the
+        requests that will use the prefix.
 
-        Returns when the prompt is computed. Raises InvalidRequestError if it has fewer than 16 tokens or takes more
-        than is left of ``cache_bytes``, or if the engine has no prefix cache; else as ``score`` does.
+        Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
+        more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
@@ -614,13 +614,13 @@ class BlockingCalls(EngineParts):
           shape.
 
         Equal prompts are computed once. Many continuations of a prompt are divided among requests that run at the same
-        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest beginning
-        that the prompt and all of these texts have in common are scored. No space is added: after "Answer:", give
-        " yes" and not "yes"; a warning says so.
+        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest common prefix
+        of the prompt and all these texts are scored. No space is added: after "Answer:", pass " yes", not "yes"; a
+        warning says so.
 
-        Options as for ``generate``; ``adapter`` as in SamplingParams. Raises InvalidRequestError if prompt and
-        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; else as
-        ``generate`` does.
+        Options are as for ``generate``, ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; otherwise
+        raises as ``generate`` does.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -662,7 +662,7 @@ class BlockingCalls(EngineParts):
     ) -> Score | list[Score]:
         """Score a text, or several: every token but the first, given the tokens before it.
 
-        Options and exceptions as for ``score``.
+        Options and exceptions are as for ``score``.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -683,15 +683,15 @@ class BlockingCalls(EngineParts):
         """Return the perplexity of a text: the exponential of the mean negative log-probability of its tokens.
 
         ``text``: text or token ids, of any length. By default every token but the first counts, given all tokens before
-        it. In a text longer than ``n_ctx`` a token is given at least the ``n_ctx // 2`` tokens before it.
+        it. In a text longer than ``n_ctx``, each token is scored given at least the ``n_ctx // 2`` tokens before it.
 
-        With ``n_window`` the result is that of llama.cpp's perplexity tool. The text is cut into windows of
-        ``n_window`` tokens that do not overlap; an incomplete last one is left out. If the vocabulary asks for a BOS
+        With ``n_window`` the result equals that of llama.cpp's perplexity tool. The text is cut into windows of
+        ``n_window`` tokens that do not overlap; an incomplete last window is left out. If the vocabulary asks for a BOS
         token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
         count.
 
-        Options and exceptions as for ``score``; InvalidRequestError also for fewer than 2 tokens, or fewer than a
-        window.
+        Options and exceptions are as for ``score``. Also raises InvalidRequestError for fewer than 2 tokens, or for
+        less than one window.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="score")

@@ -29,9 +29,9 @@ from llamapipe.streams import (
 class Stream(StreamReader):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, of one event loop: a
-    second task that asks for a delta meanwhile gets RuntimeError. A slow reader pauses only its own sequence. Iterating
-    raises the request's error, or TimeoutError after its timeout.
+    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, in one event loop: if a
+    second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
+    Iterating raises the request's error, or TimeoutError after its timeout.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ChatStream(NotCopyable):
     """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
-    as in ``Stream``.
+    handled as in ``Stream``.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ChatStream(NotCopyable):
 
     @property
     def n_drafted_tokens(self) -> int:
-        """The number of guessed tokens that were computed so far."""
+        """The number of guessed tokens computed so far."""
         return 0 if self._stream is None else self._stream.n_drafted_tokens
 
     @property
@@ -267,11 +267,11 @@ class Generation(SequenceHandle):
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> Generation:
-        """Make a second generation of the same sequence, independent of this one; also if the text has ended.
+        """Make an independent second generation of the same sequence, even if the text has ended.
 
-        With a prefix cache it reuses this generation's KV cells; without one it computes them again. Tokens so far
-        count for its ``max_tokens``. Its sampler starts again with the sequence so far, as after ``trim``. ``seed``:
-        that sampler's; default: one that follows from this generation's seed and the number of its forks.
+        With a prefix cache it reuses this generation's KV cells; without one it computes them again. The tokens so far
+        count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
+        ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
 
         Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
@@ -288,9 +288,9 @@ class Generation(SequenceHandle):
     def snapshot(self) -> bytes:
         """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        Their size is that of the cells and of the last four saved states. A header has the format, a fingerprint of
-        the model file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum
-        reveals damage but not forgery: restore only snapshots from sources that you trust.
+        They include the cells and the last four saved states. A header has the format, a fingerprint of the model file,
+        the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals damage
+        but not forgery: restore only snapshots from sources that you trust.
 
         Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
         model's file cannot be read.

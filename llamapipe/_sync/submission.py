@@ -21,7 +21,7 @@ class BlockingSubmission(Submission):
     """``Submission`` with its calls for threads."""
 
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enter the queue and submit; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+        """Enter the queue and submit. Any error, Ctrl-C and the cancellation of the task cancel all requests.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -38,7 +38,7 @@ class BlockingSubmission(Submission):
     ) -> dict[int, Any]:
         """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
 
-        Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
+        Any error, Ctrl-C and the cancellation of the task cancel all requests. Raises the error of a request,
         TimeoutError, QueueFullError.
         """
         pending = Pending[Any](options, self.observer, bar)

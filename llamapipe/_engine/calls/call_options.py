@@ -2,8 +2,8 @@
 
 Open this file to add such an option, or to change what a deadline does.
 
-The principle: a deadline is a point in time, fixed once when the call begins. Whatever waits or works for the call
-compares with that point, so the parts of a call share one timeout.
+The principle: a deadline is a point in time, fixed once when the call begins. All waiting and work for the call ends at
+that point, so the parts of a call share one timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CallOptions:
     """The checked options of one call.
 
     ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
-    its name for observers.
+    the call's name for observers.
     """
 
     block: bool = True

@@ -3,7 +3,7 @@
 Open this file to change how messages, tools and a response format become a prompt and a grammar.
 
 The principle: the model's template writes the prompt, and ``ChatFormat`` knows the template. It says how the template
-marks tool calls and reasoning, and gives the grammar that the text must follow and the parser that reads it.
+marks tool calls and reasoning, and provides the grammar that the text must follow and the parser that reads it.
 
 If a call is forced, or a tool is ``strict``, a schema that no grammar can express is an error. Otherwise the chat runs
 without a guarantee for this tool (``ToolSchemas``): its arguments are then any JSON object. Servers that speak MCP send
@@ -106,7 +106,7 @@ class ChatBuilder:
     def items(
         self, messages: Any, params: SamplingParams | None, options: ChatOptions
     ) -> tuple[list[CheckedChat], bool]:
-        """Check each conversation and return it, and whether a single one was given.
+        """Check each conversation. Return them all, and whether a single one was given.
 
         Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
         """
@@ -134,7 +134,8 @@ class ChatBuilder:
     ) -> CheckedChat:
         """Check one conversation. Raises TypeError, ValueError, InvalidRequestError, ImportError.
 
-        ``before``: tokens of earlier turns, which precede the prompt. If room is short, the oldest are left out.
+        ``before``: tokens of earlier turns, which precede the prompt. If there is too little room, the oldest are left
+        out.
         """
         from llamapipe.chat.messages import continued_part
         from llamapipe.chat.tools import allowed_tools, check_tool_choice, check_tools
@@ -205,7 +206,8 @@ class ChatBuilder:
         return CheckedChat(item._replace(piece=self._piece_for(chat_format)), new_parser)
 
     def _piece_for(self, chat_format: ChatFormat) -> Callable[[int], bytes]:
-        """Return the bytes of a token for a parser: a control token has text only if the parser looks for it."""
+        """Return a function for a parser that gives a token's bytes: none for control tokens that it does not look
+        for."""
         vocab = self._model.vocab
         markers = {marker.encode() for marker in chat_format.markers.control}
 
@@ -226,7 +228,7 @@ class ChatBuilder:
         tools: Sequence[Tool],
         before: Sequence[int],
     ) -> tuple[Conversation, list[int], tuple[Span, ...]]:
-        """Return the messages that fit into the prompt, its tokens, and where images and sounds are among them."""
+        """Return the messages that fit into the prompt, its tokens, and the places of images and sounds in them."""
         from llamapipe.chat.media import check_shown
         from llamapipe.chat.messages import check_messages, kept_messages, kept_tokens
 
@@ -284,11 +286,12 @@ class ChatBuilder:
     def _taken_media(
         self, messages: Any, may_drop: bool, salt: str | None
     ) -> tuple[Any, str, list[Media], list[str]]:
-        """Return the messages with a mark for each image and sound, the mark, the prepared media, and their places.
+        """Return the messages with a mark in place of each image and sound, the mark, the prepared media and their
+        places.
 
         Media that were prepared before are reused only for the same tenant and ``salt``: otherwise response times would
         reveal which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are then
-        not prepared, and each counts as a whole context.
+        not prepared; each counts as a full context.
         """
         from llamapipe.chat.media import first_media, taken_media
 
@@ -327,7 +330,7 @@ class ChatBuilder:
         return messages, mark, media, [part.place for part in parts]
 
     def _check_spans(self, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Refuse media that one step cannot compute, or that no text follows."""
+        """Refuse media that one step cannot compute, or that have no text after them."""
         if tokens[-1] < 0:
             raise InvalidRequestError(
                 "the prompt ends with an image or a sound, so there is no text that an answer could follow"
@@ -355,7 +358,7 @@ class ChatBuilder:
         parallel: bool,
         tail: str,
     ) -> tuple[SamplingParams, Sequence[Tool]]:
-        """Return the params with the grammar that tool calls need, and the tools with the schemas in that grammar."""
+        """Return the params with the grammar that tool calls need, and the tools with the schemas in the grammar."""
         if tools and not chat_format.supports_tools:
             if chat_format.shows_tools:
                 raise InvalidRequestError(
@@ -427,7 +430,7 @@ def _places(vocab: Vocab, tokens: Sequence[int], messages: Conversation) -> tupl
 
 
 def _may_be_plain(params: SamplingParams) -> bool:
-    """Return whether an answer may be a call as plain JSON although it otherwise follows a schema."""
+    """Return whether an answer that otherwise follows a schema may be a tool call in plain JSON."""
     from llamapipe.chat.chat_format import differs_from_calls
 
     schema: Any = params.json_schema

@@ -2,8 +2,8 @@
 
 Open this file when telemetry needs another count or time.
 
-The principle: an observer reads and never takes part. The counts are read from the requests when they are asked for.
-The times are noted by a sink that passes everything on, so an engine without an observer pays nothing.
+The principle: an observer only reads. Counts are read from the requests on demand. A sink that passes everything on
+records the times, so an engine without an observer pays nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamapipe.types import ObservedRequest
 
 
 class _Observed:
-    """The requests of one prompt; see ``ObservedRequest``. It replaces their sinks by sinks that note times."""
+    """The requests of one prompt; see ``ObservedRequest``. It replaces their sinks by sinks that record times."""
 
     __slots__ = ("_requests", "_sinks", "operation")
 

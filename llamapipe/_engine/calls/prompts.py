@@ -3,7 +3,7 @@
 Open this file to change what a prompt may be, when it is refused, or which fields of a request follow from params.
 
 The principle: whatever can be refused is refused here, before anything is queued. ``RequestBuilder`` checks a prompt
-once (``CheckedPrompt``), and makes requests from it that lack nothing.
+once (``CheckedPrompt``), and makes complete requests from it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MOST_BYTES = 8  # tokens whose bytes may end with half a character
 
 
 class CheckedPrompt(NamedTuple):
-    """A checked prompt: its tokens, the factory of its samplers, and what its answer's text is made of.
+    """A checked prompt: its tokens, the factory of its samplers, and how the text of its answer is made.
 
-    ``piece``: the bytes of a token of that text. ``stops``: the strings that end it. ``budget``: the time for the
-    constraint, of which compiling it has taken some. ``spans``: the images and sounds among the tokens. ``places``: see
+    ``piece``: gives the bytes of a token of that text. ``stops``: the strings that end it. ``budget``: the time for the
+    constraint, less the time that compiling it took. ``spans``: the images and sounds among the tokens. ``places``: see
     ``RequestSpec``.
     """
 
@@ -64,17 +64,17 @@ class CheckedPrompt(NamedTuple):
 
     @property
     def skip_space(self) -> bool:
-        """Whether the space that the answer may begin with is no part of its text."""
+        """Whether the answer may begin with a space that is not part of its text."""
         return self.sampler_factory.allows_space
 
 
 class RequestBuilder:
-    """Checks against a model and the context length of one engine. Any thread.
+    """Checks prompts and params against one engine's model and context length, and builds requests. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
-    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model guesses, too. ``allowed``:
-    the adapters that requests may name; empty: all that the model has loaded. ``n_ubatch``: most tokens that are
-    computed at once.
+    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses. ``allowed``:
+    the adapters that requests may name; empty: all that the model has loaded. ``n_ubatch``: the maximum number of
+    tokens computed at once.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class RequestBuilder:
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Look params up in the vocabulary and compile their constraint. Raises as ``item`` does."""
+        """Check params against the vocabulary and compile their constraint. Raises as ``item`` does."""
         self.adapters(params)
         self._compiled(params)
 
     @property
     def named_adapters(self) -> tuple[AnyAdapter, ...]:
-        """The adapters that requests may name now."""
+        """The adapters that requests may currently name."""
         known = self._allowed or self._model.adapters.loaded()
         return tuple(adapter for adapter in known if not adapter.closed)
 
     def adapters(self, params: SamplingParams) -> AdapterSet | None:
-        """Return the adapters that params name. Raises TypeError, InvalidRequestError."""
+        """Return the adapters that params select. Raises TypeError, InvalidRequestError."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
         if params.adapter is None:
@@ -119,7 +119,7 @@ class RequestBuilder:
         return self._model.adapters.choose(params.adapter, self._allowed)
 
     def chosen(self, adapter: AdapterChoice | None) -> AdapterSet | None:
-        """Return the adapters that the option of a call names. Raises TypeError, ValueError, InvalidRequestError."""
+        """Return the adapters that the option of a call selects. Raises TypeError, ValueError, InvalidRequestError."""
         if adapter is None:
             return None
         return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
@@ -147,7 +147,7 @@ class RequestBuilder:
     def items(
         self, prompt: Any, params: Any, on_error: str = "raise"
     ) -> tuple[list[CheckedPrompt | Exception], bool]:
-        """Return each prompt with its params, and whether a single prompt was given.
+        """Return the checked prompts with their params, and whether a single prompt was given.
 
         Raises TypeError, ValueError, InvalidRequestError; errors in a list name the prompt's index. With ``on_error``
         ``"return"``, an InvalidRequestError takes the place of its prompt instead.
@@ -195,9 +195,9 @@ class RequestBuilder:
         spans: tuple[Span, ...] = (),
         reasoning: LimitedReasoning | None = None,
     ) -> CheckedPrompt:
-        """Return one prompt as token ids, with params. ``spans``: those of checked tokens. Raises as ``items`` does.
+        """Return one prompt as token ids, with params. ``spans``: the media in checked tokens.
 
-        ``reasoning``: what surrounds the reasoning that params limit.
+        Raises as ``items`` does. ``reasoning``: the markers around the reasoning that params limit.
         """
         if params is None:
             params = SamplingParams()
@@ -248,7 +248,7 @@ class RequestBuilder:
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
-        """Refuse one sequence of too many token ids before any of them is looked at, but the first."""
+        """Refuse one sequence of too many token ids after a look at the first id only."""
         if isinstance(prompt, (list, tuple)):
             first = prompt[0] if prompt else None
         elif getattr(prompt, "ndim", None) == 1:
@@ -259,7 +259,7 @@ class RequestBuilder:
             raise InvalidRequestError(too_long(f"the prompt has {len(prompt)} tokens", self.n_ctx))
 
     def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
-        """Yield functions that each create the requests of a portion of the items. Skip items that are errors."""
+        """Yield functions that each make the requests for a portion of the items. Skip items that are errors."""
         portion: dict[int, CheckedPrompt] = {}
         n = 0
         for index, item in enumerate(items):
@@ -274,7 +274,7 @@ class RequestBuilder:
             yield partial(self.make_requests, portion)
 
     def make_requests(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
-        """Make the ``n`` requests of each item, answered together with ``(index, Completion)``."""
+        """Make the ``n`` requests of each item, which one ``(index, Completion)`` answers together."""
         groups: dict[int, list[Request]] = {}
         for index, item in items.items():
             tokens, params = item.tokens, item.sampler_factory.params
@@ -301,7 +301,7 @@ class RequestBuilder:
         adapters: AdapterSet | None = None,
         active_from: int | None = None,
     ) -> Request:
-        """Make a request answered with ``(index, scores of each continuation)``. Raises InvalidRequestError.
+        """Make a request that ``(index, scores of each continuation)`` answers. Raises InvalidRequestError.
 
         ``active_from``: where an activated LoRA begins to compute; None: where the context invokes it.
         """
@@ -334,7 +334,7 @@ class RequestBuilder:
             )
 
     def stream(self, item: CheckedPrompt, mailbox: Mailbox, n_ahead: int) -> Request:
-        """Make a request answered with deltas, at most ``n_ahead`` tokens ahead of its reader.
+        """Make a request that yields deltas and runs at most ``n_ahead`` tokens ahead of its reader.
 
         Raises InvalidRequestError for params that a stream does not support.
         """
@@ -343,7 +343,7 @@ class RequestBuilder:
         return Request(item.tokens, self._spec(item, n_ahead, sink))
 
     def generation(self, item: CheckedPrompt, mailbox: Mailbox) -> Request:
-        """Make a request that generates one token per ``resume``, and keeps its sequence at its end.
+        """Make a request that generates one token per ``resume``, and keeps its sequence when it ends.
 
         Raises InvalidRequestError for params that a generation does not support.
         """
@@ -368,7 +368,7 @@ class RequestBuilder:
     def prefix(
         self, tokens: list[int], mailbox: Mailbox, salt: str | None, adapters: AdapterSet | None
     ) -> Request:
-        """Make a request that computes these tokens and keeps its cells; answered as ``scores``."""
+        """Make a request that computes these tokens and keeps its cells; it is answered as ``scores`` is."""
         return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True, adapters=adapters)
 
     def _check_single(self, item: CheckedPrompt) -> None:
@@ -423,14 +423,14 @@ class RequestBuilder:
 
 
 def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
-    """Return the adapters that a text is computed with from its first token on, and what activates others."""
+    """Return the adapters that compute a text from its first token on, and the activation of others."""
     if adapters is None or not adapters.invocation:
         return adapters, None
     return adapters.before, Activation(adapters, adapters.invocation)
 
 
 def with_prompt_index(error: BaseException, index: int) -> BaseException:
-    """Return an error of one prompt of a list, with the prompt's index in its message."""
+    """Return an error of one prompt in a list, with the prompt's index in its message."""
     text = f"prompt {index} of the list"
     own = isinstance(error, LlamapipeError) or type(error) in (TypeError, ValueError)
     if own and len(error.args) == 1:

@@ -1,11 +1,10 @@
-"""The bounded queue of an engine: callers wait for room, or are told that it is full.
+"""The bounded queue of an engine: callers wait for room, or get an error that it is full.
 
 Open this file to change how ``max_queue`` counts requests, or how callers wait for room.
 
-The principle: the engine thread takes no lock that a caller may hold, because an exception of a signal handler may
-interrupt a caller between any two instructions. Callers enter under a lock that only they take. The engine thread only
-removes requests and wakes the callers that wait. The queue holds the requests and not their number, so removing one
-twice does no harm.
+The principle: the engine thread takes no lock that a caller may hold, because a signal handler may raise in a caller
+between any two instructions. Callers enter under a lock that only they take. The engine thread only removes requests
+and wakes waiting callers. The queue holds the requests, not their number, so removing one twice does no harm.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
 
 
 class QueueLimit:
-    """A set with a ``limit``; None: any number. Callers call ``enter``, the engine thread ``remove``.
+    """A set of at most ``limit`` requests; None: any number. Callers call ``enter``, the engine thread ``remove``.
 
-    It holds the requests themselves, with the time they entered, and not their number, so leaving twice, or without
-    having entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them
-    ran.
+    It holds the requests themselves, with the times when they entered. So removing one twice, or one that never
+    entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them ran.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -49,11 +47,11 @@ class QueueLimit:
 
     @property
     def n(self) -> int:
-        """Requests that were accepted and have no slot yet."""
+        """The number of accepted requests that have no slot yet."""
         return len(self._inside)
 
     def times(self) -> TimeHistogram:
-        """Return the times that requests have waited for a slot, or until they ended without one."""
+        """Return how long requests have waited for a slot, or until they ended without one."""
         return self._times.copy()
 
     def try_enter(self, *requests: Request) -> bool:
@@ -125,7 +123,7 @@ class QueueLimit:
                 raise ExpiredError("no room came free in the queue within the timeout")
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Note that requests have got a slot, or ended without one, and wake callers that wait. Engine thread."""
+        """Note that requests have a slot, or ended without one, and wake waiting callers. Engine thread."""
         now = perf_counter()
         for request in requests:
             if request.left_queue_at is None:  # a preempted request leaves the queue again

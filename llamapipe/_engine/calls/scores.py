@@ -52,7 +52,7 @@ class ScoreJob(Generic[T]):
     The continuations of a context are divided among requests, which run at the same time and share the context's cells.
     Each request computes its continuations one after another.
 
-    ``is_text``: a pair is one text, not an answer to a prompt: an activated LoRA may be invoked anywhere in it.
+    ``is_text``: a pair is one text, not a prompt and its answer, so an activated LoRA may be invoked anywhere in it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ScoreJob(Generic[T]):
     def batches(
         self, request_builder: RequestBuilder, adapters: AdapterSet | None = None
     ) -> Iterator[RequestFactory]:
-        """Return functions, each of which creates a portion of the requests, to be computed with these adapters.
+        """Return functions that each make a portion of the requests, which are computed with these adapters.
 
         Raises InvalidRequestError before any of them runs.
         """
@@ -108,7 +108,7 @@ class ScoreJob(Generic[T]):
     def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
         """Divide the pairs of one context among requests.
 
-        The first request has all continuations of one token: the context's last row scores any number of them.
+        The first request has all continuations of a single token: the context's last row scores any number of them.
         """
         long = [i for i in members if len(self._pairs[i][1]) > 1]
         n_most = max(_N_LEAST, -(-len(long) // n_sharing)) if n_sharing > 1 else len(long)
@@ -167,7 +167,7 @@ def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
 
 
 def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
-    """Make the job of ``Engine.score_tokens``: every token but the first, given those before it."""
+    """Make the job of ``Engine.score_tokens``: every token but the first, given the tokens before it."""
     if isinstance(tokens, str):
         raise TypeError(
             "tokens must be token ids; for text use model.tokenize(text), or score(prompt, continuation)"
@@ -185,7 +185,10 @@ def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
 
 
 def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_ctx: int) -> ScoreJob[float]:
-    """Make the job of ``Engine.perplexity``: every token, or second halves of windows. Raises InvalidRequestError."""
+    """Make the job of ``Engine.perplexity``: every token, or the second halves of windows.
+
+    Raises InvalidRequestError.
+    """
     ids = model.tokenize(text) if isinstance(text, str) else check_tokens("text", text, model.n_vocab)
     pairs = _overlapping(ids, n_ctx) if n_window is None else _windows(model, ids, n_window, n_ctx)
 
@@ -197,7 +200,7 @@ def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_c
 
 
 def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:
-    """Return every token but the first once, given all tokens before it, or at least ``n_ctx // 2`` of them."""
+    """Return pairs that score every token but the first once, given all or at least ``n_ctx // 2`` tokens before it."""
     if len(ids) < 2:
         raise InvalidRequestError(f"the text has {len(ids)} tokens; perplexity needs at least 2")
     n_most = n_ctx + 1  # the last token of a pair is not fed
@@ -237,7 +240,8 @@ def _tokens(model: Model, prompt: Prompt) -> list[int]:
 def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> list[Pair]:
     """Return a prompt with each of its continuations as tokens. If both are text, tokenize them together.
 
-    The context is what all these texts begin with: after "Answer: ", the token of " yes" has the prompt's last space.
+    The context is the common prefix of all these texts: after "Answer: ", the token " yes" includes the prompt's last
+    space.
     """
     context = _tokens(model, prompt)
     wholes: dict[int, list[int]] = {}
@@ -259,7 +263,7 @@ def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> lis
 
 
 def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
-    """Warn of answers that running text would have a space before: each is scored as it is given."""
+    """Warn of answers that a space would precede in running text: each is scored exactly as given."""
     if prompt[-1:] in _BEFORE_SPACES and len(continuations) > 1:
         texts = [text for text in continuations if isinstance(text, str) and _begins_a_word(text)]
         if len(texts) == len(continuations):
@@ -267,7 +271,7 @@ def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
 
 
 def _begins_a_word(text: str) -> bool:
-    """Return whether it begins with a letter or digit of a script that has spaces between words."""
+    """Return whether a text begins with a letter or digit of a script that has spaces between words."""
     return text[:1].isalnum() and text[0] < _FIRST_WITHOUT_SPACES
 
 

@@ -5,7 +5,7 @@ Open this file when a call hangs, loses a result, or leaves requests running aft
 The principle: a call goes through this file once. Its options and prompts are checked before anything is queued
 (``call_options``, ``RequestBuilder``). Its requests are made, enter the queue when there is room (``QueueLimit``) and
 are submitted. Its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at
-any line, by an error, Ctrl-C, a cancelled task or a closed iterator, whatever has no result yet is cancelled.
+any line (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Pending(Generic[T]):
         self.has_ended = False
 
     def add(self, groups: Groups) -> None:
-        """Add requests that are to be submitted."""
+        """Add requests that will be submitted."""
         self.groups.update(groups)
         for index, requests in groups.items():
             self.unsubmitted += requests
@@ -99,7 +99,7 @@ class Pending(Generic[T]):
         return [request for requests in list(self.groups.values()) for request in requests]
 
     def give_up(self, error: BaseException | None) -> None:
-        """Report the end of all groups that have no result to the observer; ``error``: the reason, if there is one."""
+        """Tell the observer that all groups without a result have ended. ``error``: the reason, if there is one."""
         if not isinstance(error, (TimeoutError, QueueFullError, EngineClosedError)):
             error = None  # Ctrl-C, or the error of another request
         while self.observed:
@@ -149,7 +149,7 @@ class Submission:
         unsubmitted.clear()
 
     def cancel(self, requests: Collection[Request]) -> None:
-        """End requests, whether or not they were submitted before their caller gave up."""
+        """Cancel requests, whether or not they were submitted before their caller gave up."""
         if not requests:
             return
         self._queue.discard(requests)
@@ -170,7 +170,7 @@ class Submission:
             pending.bar.close()
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
-        """End the requests after the deadline, so that their tokens arrive within a step; or raise."""
+        """End the requests at the deadline, so that their tokens arrive within a step; or raise the error."""
         if pending.options.on_timeout == "raise":
             raise expired
         with pending.lock:
@@ -186,7 +186,7 @@ class Submission:
             pending.unsubmitted.clear()
 
     def _read(self, item: tuple[int, Any], pending: Pending[Any]) -> tuple[int, Any]:
-        """Return the index and the result in a mailbox item. Its requests, if it has any, are not pending any more.
+        """Return the index and the result in a mailbox item. Its requests are then no longer pending.
 
         Raises the error of a failed request if the call's options say so.
         """
@@ -208,7 +208,7 @@ class Submission:
         return index, result
 
     def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
-        """Make the next requests, if there are any; submit those of a long list."""
+        """Make the next requests, if there are any. Submit them if the list is long."""
         with pending.lock:
             if pending.is_broken:
                 raise EngineClosedError("the engine is closed; make another")
@@ -235,8 +235,8 @@ class Submission:
     ) -> Iterator[RequestFactory]:
         """Return the portions of a list that are submitted one after another.
 
-        It is one if all requests must enter the queue together, or none. If the queue has no limit, closing the engine
-        submits the rest of a long list, as if the list had come at once.
+        There is one portion if all requests or none must enter the queue. If the queue has no limit, closing the engine
+        submits the rest of a long list, as if the whole list had been submitted at once.
         """
         if self._queue.limit is not None:  # callers wait for room, and closing refuses those that do
             if pending.options.block:
@@ -277,7 +277,7 @@ class Submission:
 
     # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
     async def asubmit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enter the queue and submit; any error cancels all requests, also Ctrl-C and that its task is cancelled.
+        """Enter the queue and submit. Any error, Ctrl-C and the cancellation of the task cancel all requests.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -294,7 +294,7 @@ class Submission:
     ) -> dict[int, Any]:
         """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
 
-        Any error cancels all of them, also Ctrl-C and that its task is cancelled. Raises the error of a request,
+        Any error, Ctrl-C and the cancellation of the task cancel all requests. Raises the error of a request,
         TimeoutError, QueueFullError.
         """
         pending = Pending[Any](options, self.observer, bar)
@@ -335,9 +335,9 @@ class Submission:
         n_ahead: int,
         pending: Pending[T],
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Yield each result with its index, as requests finish. At most about ``n_ahead`` groups are without a result.
+        """Yield each result with its index as requests finish, with at most about ``n_ahead`` groups unfinished.
 
-        Closing the iterator, Ctrl-C and any error cancel what is left.
+        Closing the iterator, Ctrl-C and any error cancel the remaining requests.
         """
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
         options = pending.options
@@ -371,7 +371,7 @@ class Submission:
     async def aiterate(
         self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T]
     ) -> AsyncGenerator[tuple[int, T | Exception], None]:
-        """Do what ``iterate`` does, for asyncio; results also arrive while ``batches`` waits.
+        """Do the same as ``iterate``, for asyncio; results also arrive while ``batches`` waits.
 
         Closing it cancels the rest.
         """

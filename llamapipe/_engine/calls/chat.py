@@ -206,8 +206,7 @@ class ChatBuilder:
         return CheckedChat(item._replace(piece=self._piece_for(chat_format)), new_parser)
 
     def _piece_for(self, chat_format: ChatFormat) -> Callable[[int], bytes]:
-        """Return a function for a parser that gives a token's bytes: none for control tokens that it does not look
-        for."""
+        """Return a token's bytes for a parser: none for a control token that the parser does not look for."""
         vocab = self._model.vocab
         markers = {marker.encode() for marker in chat_format.markers.control}
 
@@ -286,8 +285,7 @@ class ChatBuilder:
     def _taken_media(
         self, messages: Any, may_drop: bool, salt: str | None
     ) -> tuple[Any, str, list[Media], list[str]]:
-        """Return the messages with a mark in place of each image and sound, the mark, the prepared media and their
-        places.
+        """Return the messages with a mark in place of each image and sound, the mark, the prepared media and places.
 
         Media that were prepared before are reused only for the same tenant and ``salt``: otherwise response times would
         reveal which images others have sent. ``may_drop``: turns may be left out. Old images that cannot fit are then

@@ -1,6 +1,7 @@
 """Decisions on what to compute next, without threads, clocks or native code; a test proves it.
 
-``core`` has the types that all share, ``queues`` the waiting and the running requests, ``scheduler`` admission and
-preemption, ``planner`` the next step, ``kv`` and ``prefix_tree`` the reuse of cells, ``speculation`` guesses, ``turns``
-adapters, ``scoring`` which rows score a prompt. The simulation in ``tests/support`` runs these files in virtual time.
+``core`` has the shared types, ``queues`` the waiting and running requests, ``scheduler`` admission and preemption.
+``planner`` plans the next step, ``kv`` and ``prefix_tree`` reuse cells, ``speculation`` chooses guesses, ``turns``
+chooses adapters, ``scoring`` says which rows score a prompt. The simulation in ``tests/support`` runs these files in
+virtual time.
 """

@@ -1,4 +1,4 @@
-"""The types that all of the policy shares: requests, cells, memory operations and the plan of a step.
+"""The types shared by all policy modules: requests, cells, memory operations and the plan of a step.
 
 Open this file to add a field to a request, an operation on KV cells, or a list to a plan.
 
@@ -10,7 +10,7 @@ diagram::
        +----------+----------+                      preempted: it loses its slot and cells and keeps its tokens
     any state -> FINISHED                           a resumable request is PAUSED with a finish reason instead
 
-The protocols at the top say what the policy needs of samplers, sinks and media, whose code is in ``runtime``. Pure
+The protocols at the top say what the policy needs from samplers, sinks and media, which ``runtime`` implements. Pure
 policy.
 """
 
@@ -32,8 +32,8 @@ class Sampler(Protocol):
     """The interface of a request's sampler for the scheduler and the engine loop.
 
     ``finished``: no token may follow the accepted ones; final unless ``is_busy``. ``error``: why the last draw failed,
-    if the sampler failed. ``n_draws``: the number of its last draw in another thread. ``is_forced``: what it guesses is
-    text that a constraint forces.
+    if the sampler failed. ``n_draws``: the number of its last draw in another thread. ``is_forced``: its guess is text
+    that a constraint forces.
     """
 
     finished: bool
@@ -43,19 +43,19 @@ class Sampler(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether another thread works on its next token."""
+        """Whether another thread is working on the next token."""
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """Return at most ``n`` tokens that may follow the last one, and the share of such guesses that were right."""
+        """Return a guess of at most ``n`` tokens after the last one, and the share of such guesses that were right."""
 
     def expect(self, tokens: Sequence[int]) -> int:
         """Prepare for guessed tokens that the next step may have after the last one.
 
-        Returns how many of them a constraint allows, as far as that is known by now.
+        Returns how many of them a constraint allows, as far as that is known yet.
         """
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
-        """Return the log-probability of the ``i``-th token drawn last, and the most probable tokens with theirs."""
+        """Return the log-probability of token ``i`` of the last draw, and the most probable tokens with theirs."""
 
     def close(self) -> None:
         """Free its native memory."""
@@ -68,7 +68,7 @@ class SamplerFactory(Protocol):
         """Make a sampler that has accepted the request's tokens."""
 
     def rebuild(self, sampler: Any, request: Request) -> None:
-        """Let a sampler that ``make`` returned accept the request's tokens anew."""
+        """Reset a sampler from ``make`` and let it accept the request's tokens again."""
 
 
 class ResultSink(Protocol):
@@ -78,10 +78,10 @@ class ResultSink(Protocol):
         """Accept a generated token. Return whether it completed a stop string."""
 
     def finish(self, request: Request) -> None:
-        """Deliver the end: ``finish_reason`` or ``error`` says how."""
+        """Deliver the end of the request, which ``finish_reason`` or ``error`` describes."""
 
     def restart_text(self, at_start: bool) -> None:
-        """Forget text that is not delivered yet: the sequence was changed. ``at_start``: to its prompt."""
+        """Drop undelivered text because the sequence was changed. ``at_start``: only its prompt is left."""
 
 
 class _Discard:
@@ -99,10 +99,10 @@ class _Discard:
 
 
 class Embeddings(Protocol):
-    """An image or a sound, or a part of one, as a prompt has it: ``n`` rows in place of tokens.
+    """An image or a sound, or a part of one, in a prompt: ``n`` rows in place of tokens.
 
-    ``is_causal``: each row sees those before it; else all see each other, so that they are computed in one ubatch.
-    ``rows``: None until it is encoded.
+    ``is_causal``: each row attends to the rows before it; otherwise all rows attend to each other, and one ubatch
+    computes them. ``rows``: None until it is encoded.
     """
 
     @property
@@ -111,7 +111,7 @@ class Embeddings(Protocol):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a row sees only those before it."""
+        """Whether a row attends only to the rows before it."""
 
     @property
     def rows(self) -> Any:
@@ -119,15 +119,15 @@ class Embeddings(Protocol):
 
     @property
     def grid(self) -> Any:
-        """The height and the width of each row, (n, 2), int32; None where rows are as tokens, one after another."""
+        """The height and the width of each row, (n, 2), int32; None if rows follow one another like tokens."""
 
     @property
     def n_positions(self) -> int:
-        """The number of positions that they take: ``n`` without a grid."""
+        """The number of positions that the rows take: ``n`` without a grid."""
 
 
 class MediaRows(NamedTuple):
-    """Entries of a batch from ``first`` on that are ``n`` rows of ``source`` from ``begin`` on."""
+    """Batch entries from ``first`` on that hold ``n`` rows of ``source``, from row ``begin`` on."""
 
     first: int
     n: int
@@ -138,8 +138,8 @@ class MediaRows(NamedTuple):
 class Span(NamedTuple):
     """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
 
-    They are numbers from ``MEDIA_FROM`` to -1 that depend on its content alone. So whatever compares tokens, such as
-    the prefix tree, needs no notion of images.
+    The tokens are numbers from ``MEDIA_FROM`` to -1 that depend on the content alone. So code that compares tokens,
+    such as the prefix tree, need not know about images.
     """
 
     begin: int
@@ -148,7 +148,7 @@ class Span(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """An activated LoRA: from the last occurrence of the tokens ``invocation`` in a text on, ``adapters`` compute."""
+    """An activated LoRA: ``adapters`` compute a text from the last occurrence of the tokens ``invocation`` on."""
 
     adapters: Hashable
     invocation: tuple[int, ...]
@@ -167,7 +167,7 @@ class Activation(NamedTuple):
 
 
 class State(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = "waiting"  # without a slot: queued, preempted, or until its images are encoded
     RUNNING = "running"  # in a slot, part of the next steps
@@ -185,25 +185,26 @@ _ALLOWED = (
 
 
 class RequestSpec(NamedTuple):
-    """The options with which a sequence is continued. Built once by the caller's thread, and never changed.
+    """The options for continuing a sequence. The caller's thread builds it once; it never changes.
 
-    ``max_tokens``: most generated tokens since the start or the last append; None: no limit; 0: the request only
-    computes its ``logprob_targets``. ``token_budget``: the request pauses when it has generated this many tokens in
-    all, until its consumer raises the budget. ``resumable``: after "stop" and "length" it keeps its slot, and may be
-    trimmed and continued. ``sink``: receives the results; None: nothing reads them. ``sampler_factory``: None: nothing
-    is generated. ``grammar_budget``: the time its constraint may take, for the factory. ``uses_cache``: it begins with
-    cells of other requests and leaves its own to them. ``cache_key``: what its cells depend on besides its tokens, or
-    who may use them: cells of other keys are never shared, however equal the tokens. ``keeps_cells``: its cells are
-    saved and pinned at its end. ``logprob_targets``: which of its own tokens are scored. ``wants_logprobs``: each
-    generated token comes with log-probabilities. ``priority``: requests of a higher one come first. ``caller``:
-    requests of one caller share its turns; None: it has no others. ``share``: callers of one share take turns with
-    those of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may have
-    tokens that its sampler guesses; ``drafts``: or that the engine's draft model does; ``unguessed``: why none of both,
-    if the engine's other requests may. ``adapters``: what it is computed with besides the model, which ``cache_key``
-    must name, too; None: nothing. ``activation``: what replaces ``adapters`` from some token on; None: nothing.
-    ``spans``: the images and sounds among its tokens, in their order. ``places``: how many tokens come before the
-    places where other prompts are likely to part from it, such as the starts of messages. ``conversation``: what its
-    sequence is remembered under; None: it is not.
+    ``max_tokens``: maximum number of tokens generated since the start or the last append; None: no limit; 0: the
+    request only computes its ``logprob_targets``. ``token_budget``: the request pauses when it has generated this many
+    tokens in all, until its consumer raises the budget. ``resumable``: after "stop" and "length" the request keeps its
+    slot, and may be trimmed and continued. ``sink``: receives the results; None: nothing reads them.
+    ``sampler_factory``: None: nothing is generated. ``grammar_budget``: the time its constraint may take, for the
+    factory. ``uses_cache``: it may begin with cells of other requests, and they with its cells. ``cache_key``: what its
+    cells depend on besides its tokens, and who may use them: cells with different keys are never shared, even if the
+    tokens are equal. ``keeps_cells``: its cells are saved and pinned when it ends. ``logprob_targets``: which of its
+    own tokens are scored. ``wants_logprobs``: each generated token comes with log-probabilities. ``priority``: requests
+    with a higher priority come first. ``caller``: all requests of one caller share its turns; None: the caller has only
+    this request. ``share``: the callers of one share take turns with the callers of others. ``n_generated``: how many
+    of its last tokens were generated before. ``speculates``: a step may have tokens that its sampler guesses.
+    ``drafts``: a step may have tokens that the engine's draft model guesses. ``unguessed``: why it has neither,
+    although the engine's other requests may. ``adapters``: the adapters that compute it, which ``cache_key`` must also
+    name; None: the model alone. ``activation``: what replaces ``adapters`` from some token on; None: nothing.
+    ``spans``: the images and sounds among its tokens, in order. ``places``: the numbers of tokens before the places
+    where other prompts are likely to diverge, such as the starts of messages. ``conversation``: the key under which its
+    sequence is remembered; None: it is not remembered.
     """
 
     max_tokens: int | None = None
@@ -234,7 +235,7 @@ class RequestSpec(NamedTuple):
 
     @property
     def all_adapters(self) -> Hashable:
-        """The adapters of its last tokens, if its LoRA is activated."""
+        """The adapters of its last tokens, once its LoRA is activated."""
         return self.adapters if self.activation is None else self.activation.adapters
 
 
@@ -242,12 +243,12 @@ _DEFAULT = RequestSpec()
 
 
 class Request:
-    """A sequence of tokens that is being continued: what was asked for, how far it is, and where it is.
+    """A sequence of tokens that is being continued: its options, its progress and its place.
 
-    ``tokens``: the prompt, as a list that belongs to the request from now on.
+    ``tokens``: the prompt, as a list that the request owns from now on.
 
     Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets, and
-    ``reopen``. Some fields of the specification are attributes too, because every step reads them.
+    ``reopen``. Some fields of the specification are also attributes, because every step reads them.
     """
 
     __slots__ = (  # noqa: RUF023
@@ -361,9 +362,9 @@ class Request:
         )
 
     def fork(self, seed: int, sink: ResultSink) -> Request:
-        """Make a request with the same options, for the same sequence, which ``Scheduler.fork`` gives it.
+        """Make a request with the same options. ``Scheduler.fork`` gives it the same sequence.
 
-        For its consumer's thread, while it does not run.
+        The consumer's thread calls it while the request does not run.
         """
         spec = self.spec._replace(
             token_budget=self.n_total, n_generated=self.n_total, seed=seed, sink=sink, caller=None
@@ -374,29 +375,29 @@ class Request:
 
     @property
     def full_sequence(self) -> list[int]:
-        """The sequence with the tokens that were dropped."""
+        """The sequence including the tokens that were dropped."""
         if not self.dropped:
             return self.tokens
         return self.tokens[: self.n_kept] + self.dropped + self.tokens[self.n_kept :]
 
     @property
     def n_uncomputed(self) -> int:
-        """Tokens of the sequence that have no KV cell yet."""
+        """The number of tokens that have no KV cell yet."""
         return len(self.tokens) - self.n_past
 
     @property
     def n_next(self) -> int:
-        """Tokens without a KV cell before the next of its places, or its end."""
+        """The number of tokens without a KV cell before the next of its places, or its end."""
         return (self.places[0] if self.places else len(self.tokens)) - self.n_past
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the rows of all its images and sounds are there."""
+        """Whether all its images and sounds are encoded."""
         return all(span.source.rows is not None for span in self.spans)
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it has all that it needs before a slot: its images and sounds, and what a file has of its prefix."""
+        """Whether it may get a slot: its images and sounds are encoded, and its prefix was read if a file has it."""
         return not self.awaits_prefix and (not self.spans or self.is_encoded)
 
     @property
@@ -409,7 +410,7 @@ class Request:
         return self.spec.adapters if position < self.active_from else self.spec.all_adapters
 
     def find_activation(self) -> int:
-        """Look for the invocation again after a change of the tokens. Return how many are computed as before."""
+        """Find the invocation again after the tokens changed. Return how many tokens are computed as before."""
         if self.spec.activation is None:
             return UNLIMITED
         before, begin = self.active_from, self.spec.activation.begin(self.full_sequence)
@@ -420,8 +421,8 @@ class Request:
         """Return the keys that identify its cells in the prefix tree: its tokens.
 
         Where other adapters begin to compute, a number below ``MEDIA_FROM`` stands for them and the token. So the
-        prefix tree needs no notion of adapters: the cells before this number are shared, and those after it only if the
-        same adapters began there.
+        prefix tree need not know about adapters: requests share the cells before this number, and the cells after it
+        only if the same adapters begin there.
         """
         begin = self.active_from
         if begin >= len(self.tokens):
@@ -430,7 +431,7 @@ class Request:
         return [*self.tokens[:begin], mark, *self.tokens[begin + 1 :]]
 
     def next_block(self) -> Span | None:
-        """Return the next span without cells whose rows see each other. Its rows are computed in a separate step."""
+        """Return the next span without cells whose rows attend to each other. A separate step computes its rows."""
         for span in self.spans:
             if span.end > self.n_past and not span.source.is_causal:
                 return span
@@ -439,7 +440,7 @@ class Request:
     def prefix_end(self, n: int) -> int:
         """Return where a prefix of at most ``n`` tokens may end.
 
-        That is in no span whose rows see each other or share a position.
+        That is never inside a span whose rows attend to each other or share a position.
         """
         for span in self.spans:
             if span.begin < n < span.end and (not span.source.is_causal or span.source.grid is not None):
@@ -447,7 +448,7 @@ class Request:
         return n
 
     def drop_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Drop the tokens from ``begin`` to before ``end``, and spans only whole. Return what was dropped."""
+        """Drop the tokens from ``begin`` to before ``end``, and only whole spans. Return the range that was dropped."""
         for span in self.spans:
             if span.begin < begin < span.end:
                 begin = span.begin
@@ -473,11 +474,11 @@ class Request:
         return self.max_tokens > 0 and self.token_budget < UNLIMITED
 
     def reopen(self) -> None:
-        """Let the request continue after a change. Also for its consumer's thread, ahead of the change."""
+        """Let the request continue after a change. Its consumer's thread may also call it, before the change."""
         self.finish_reason = None
 
     def sampling_error(self, code: int) -> Exception:
-        """Return the error of a request that got no token; for the codes see ``Executor.sample``."""
+        """Return the error of a request that got no token. ``Executor.sample`` describes the codes."""
         if code == NoToken.NO_ALLOWED_TOKEN:
             return ConstraintError(
                 "the request's constraints (grammar, allowed_token_ids, bad_words …) leave no token to sample, and the "
@@ -489,7 +490,7 @@ class Request:
         return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
 
     def move(self, state: State) -> None:
-        """Change the state. No other code does."""
+        """Change the state. No other code may do so."""
         before = self.state
         if before is State.FINISHED or (state is not State.FINISHED and (before, state) not in _ALLOWED):
             raise AssertionError(f"{self!r} cannot become {state.value}")
@@ -499,8 +500,8 @@ class Request:
 class Remove(NamedTuple):
     """Remove the cells of a sequence from ``position`` on.
 
-    ``state``: the key of a state that was saved there; -1: none. Then a memory that cannot go back has nothing to
-    remove, or its state is stale.
+    ``state``: the key of a state that was saved at that position; -1: none. In that case, a memory that cannot go back
+    has nothing to remove, or its state is stale.
     """
 
     slot: int
@@ -509,28 +510,31 @@ class Remove(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Remove cells of guesses as ``Remove`` does. The last step has computed all of them, in one ubatch."""
+    """Remove the cells of guesses as ``Remove`` does. The last step computed all of them in one ubatch."""
 
     slot: int
     position: int
 
 
 class Keep(NamedTuple):
-    """Copy the state of a sequence's end, at position ``n``, for ``GoBack``. The next step has guesses after it."""
+    """Copy the state at the end of a sequence, at position ``n``, for ``GoBack``.
+
+    The next step has guesses after it.
+    """
 
     slot: int
     n: int
 
 
 class GoBack(NamedTuple):
-    """Let a sequence end at position ``n`` again, where ``Keep`` has copied its state before the last step."""
+    """Let a sequence end at position ``n`` again, where ``Keep`` copied its state before the last step."""
 
     slot: int
     n: int
 
 
 class Copy(NamedTuple):
-    """Copy the first ``n`` cells of a sequence to another one, which is empty. ``state``: see ``Remove``."""
+    """Copy the first ``n`` cells of a sequence to another, empty one. ``state``: see ``Remove``."""
 
     source: int
     slot: int
@@ -539,7 +543,7 @@ class Copy(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Copy the cells of a sequence to host memory, as ``key``, if they take at most ``max_bytes``."""
+    """Copy the cells of a sequence to host memory under ``key``, if they take at most ``max_bytes``."""
 
     slot: int
     key: int
@@ -547,7 +551,7 @@ class Save(NamedTuple):
 
 
 class SaveState(NamedTuple):
-    """Copy the state of a sequence's end, at position ``n``, to host memory, if it takes at most ``max_bytes``."""
+    """Copy the state at the end of a sequence, at position ``n``, to host memory, if it takes at most ``max_bytes``."""
 
     slot: int
     n: int
@@ -556,7 +560,7 @@ class SaveState(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """Copy the first ``n`` saved cells to a sequence, which is empty. ``state``: see ``Remove``."""
+    """Copy the first ``n`` saved cells to an empty sequence. ``state``: see ``Remove``."""
 
     key: int
     slot: int
@@ -565,7 +569,7 @@ class Restore(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Free saved cells, or a saved state. ``evicted``: what they were, if they had to make room for others."""
+    """Free saved cells, or a saved state. ``evicted``: their description, if they had to make room for others."""
 
     key: int
     evicted: Unused | None = None
@@ -580,10 +584,10 @@ class Shift(NamedTuple):
 
 
 class Unused(NamedTuple):
-    """Cells of ``tokens`` that no request uses, in a slot, or saved under a key; the other of the two is -1.
+    """Cells of ``tokens`` that no request uses, in a slot or saved under a key. The unused number of the two is -1.
 
-    Both are -1 where there are states alone. ``states``: saved states of beginnings of these tokens, as numbers of
-    tokens and keys. ``is_stale``: see Cells.
+    Both are -1 if there are only states. ``states``: saved states of prefixes of these tokens, as numbers of tokens and
+    keys. ``is_stale``: see Cells.
     """
 
     slot: int
@@ -597,7 +601,7 @@ class Unused(NamedTuple):
 class UseAdapters(NamedTuple):
     """Compute with another set of adapters from the next step on; None: with the model alone.
 
-    ``carries``: the set is a carrier. No slot has adapters then, until ``AssignAdapters`` gives it some.
+    ``carries``: the set is a carrier. Then no slot has adapters until ``AssignAdapters`` gives it some.
     """
 
     adapters: Hashable
@@ -605,7 +609,7 @@ class UseAdapters(NamedTuple):
 
 
 class AssignAdapters(NamedTuple):
-    """Compute a slot with these adapters from the next step on, which has a carrier; None: with the model alone."""
+    """Compute a slot with these adapters from the next step on; None: with the model alone. The step has a carrier."""
 
     slot: int
     adapters: Hashable
@@ -615,8 +619,8 @@ class CellChanges(NamedTuple):
     """The outcome of a batch of memory operations.
 
     ``lost``: sequences that have no cells now, because an operation on them was not possible. ``saved``: the keys of
-    sequences and states that were to be saved, with their bytes; None: not saved. ``stale``: sequences whose state is
-    of a later place than the one that they were to go back to; their cells are as they were.
+    the sequences and states to be saved, with their bytes; None: not saved. ``stale``: sequences whose state belongs to
+    a later place than the one to go back to; their cells are unchanged.
     """
 
     lost: set[int]
@@ -643,13 +647,13 @@ MemoryOp = (
 class Cells:
     """The cells of one sequence: in a slot, or saved in host memory.
 
-    ``request``: the one that uses them now. ``key``: the key of saved cells. ``pinned``: saved, and not to be dropped.
-    ``n_exact``: see Request; once the request has left. ``n_known``: the tokens that the tree knows, also those that
-    are not computed yet. ``n_shifted``: the cells that the last shift left. Their keys are rotated by the step that
-    computes the next one; -1: there was no shift. ``floor``: in layers with a sliding window, cells that were copied
-    lack those that the window had left; the sequence can go back to this place and no further. ``is_stale``: its state
-    is not of its end. ``places``: those of its request. ``n_offered``: how many were offered to be kept elsewhere.
-    ``is_held``: its conversation continues soon.
+    ``request``: the request that uses them now. ``key``: the key of saved cells. ``pinned``: the cells are saved and
+    must not be dropped. ``n_exact``: see Request; set once the request has left. ``n_known``: the tokens that the tree
+    knows, including those not computed yet. ``n_shifted``: the number of cells that the last shift left, whose keys are
+    rotated by the step that computes the next cell; -1: there was no shift. ``floor``: the place that the sequence can
+    go back to and no further, because copied cells of a sliding window lack those that the window had left.
+    ``is_stale``: its state does not belong to its end. ``places``: the places of its request. ``n_offered``: how many
+    cells were offered to be kept elsewhere. ``is_held``: its conversation continues soon.
     """
 
     __slots__ = (
@@ -689,12 +693,12 @@ class Cells:
 
     @property
     def n(self) -> int:
-        """The cells whose tokens the tree knows."""
+        """The number of cells whose tokens the tree knows."""
         return self.n_known if self.request is None else min(self.n_known, self.request.n_past)
 
 
 class ScoredRows(NamedTuple):
-    """Rows that score a request's own tokens: batch ``entries``, for its positions from ``first`` on."""
+    """Rows that score a request's own tokens: the batch ``entries``, for its positions from ``first`` on."""
 
     request: Request
     targets: LogprobTargets
@@ -706,19 +710,18 @@ class BatchPlan:
     """The batch of one step, as parallel lists over its entries, and the requests that get a token from it.
 
     ``rows[i]`` is the batch entry whose logits continue ``requests[i]``. If tokens are guessed, a request has several
-    rows, one after another, and ``guessed[i]`` is the token whose entry follows that of ``rows[i]``; -1: none.
-    ``n_guessed``: how many such entries there are; 0: ``guessed`` is empty.
-    ``scheduled``: each request in the batch with its number of entries; the first ``n_decode`` of them decode.
-    ``scored``: rows that score the requests' own tokens. ``padding``: cells of entries that only keep the batch in one
-    piece; they are removed after the step.
+    consecutive rows, and ``guessed[i]`` is the token of the entry after ``rows[i]``; -1: none. ``n_guessed``: how many
+    such entries there are; 0: ``guessed`` is empty. ``scheduled``: each request in the batch with its number of
+    entries; the first ``n_decode`` of them decode. ``scored``: rows that score the requests' own tokens. ``padding``:
+    cells of entries that only keep the batch in one piece; they are removed after the step.
 
-    ``rows_of_media``: the runs of entries that are rows of images and sounds. ``is_causal``: entries see those before
-    them; otherwise all entries see each other.
+    ``rows_of_media``: the runs of entries that are rows of images and sounds. ``is_causal``: entries attend to those
+    before them; otherwise all entries attend to each other.
 
-    ``in_flight``: planned and not committed. Plans that are made before its commit leave its requests out.
+    ``in_flight``: the plan is not committed yet. Plans made before its commit leave its requests out.
 
-    ``repeats``: the step has the entries of the step before it. Each gets the token that was sampled from it, one
-    position further; ``tokens`` and ``positions`` stay those of the first of these steps.
+    ``repeats``: the step has the same entries as the step before it, each with the token that was sampled from it, one
+    position further. ``tokens`` and ``positions`` stay those of the first of these steps.
     """
 
     __slots__ = (

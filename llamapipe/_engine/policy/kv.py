@@ -1,27 +1,27 @@
-"""Which KV cells hold which tokens, and what to change in them.
+"""Which KV cells hold which tokens, and how to change the cells.
 
 Open this file to change what is reused, saved or evicted.
 
 The principle: cells belong to tokens, not to requests. A sequence of cells (``Cells``) is *live* in the slot of a
 request, *parked* in the slot of one that has ended, or *saved* in host memory. The prefix tree (``prefix_tree.py``)
-knows the tokens of all of them, by ``cache_key``, and where the adapters of a sequence change. A request that begins
+knows the tokens of all sequences, by ``cache_key``, and where the adapters of a sequence change. A request that begins
 with the same tokens starts with these cells: in place, with a copy, or restored from host memory. When a parked slot is
 needed, its cells are saved if nothing else holds their tokens, and dropped otherwise. The least recently used slot goes
-first, but last the cells of a conversation that is known to continue soon (``KvCache.hold``).
+first; the cells of a conversation that is known to continue soon go last (``KvCache.hold``).
 
 Not every memory consists of cells alone. A recurrent or hybrid model also has a *state*, which belongs to the end of a
-sequence and cannot go back. So a sequence can be continued where its cells end, and where a state was saved. States
-are saved at the places where prompts are likely to part (``KvCache._choose_places``), and a prompt's steps end there.
-States and cells are evicted separately: if a state is lost, the cells still serve another one. A model with sliding
-windows keeps all cells, but a copy of them has only the last window. So it goes back in place, and states (the cells of
-the window) complete its copies.
+sequence and cannot go back. So a sequence can be continued where its cells end, and where a state was saved. States are
+saved at the places where prompts are likely to diverge (``KvCache._choose_places``), and a prompt's steps end there.
+States and cells are evicted separately: if a state is lost, its cells can still be used with another state. A model
+with sliding windows keeps all cells, but a copy has only the last window. So a sequence goes back in place, and states
+(the cells of the window) complete its copies.
 
-This file only decides. What it decides is an ordered list, ``KvCache.memory_ops``, which the executor performs before
-the next step. An operation may turn out to be impossible: a recurrent memory cannot go back, or host memory is missing.
-The executor then leaves the sequence empty and reports that (``CellChanges``), and its tokens are computed again. So a
-wrong guess costs time and never changes a text.
+This file only decides. The result is an ordered list, ``KvCache.memory_ops``, which the executor performs before the
+next step. An operation may turn out to be impossible: a recurrent memory cannot go back, or host memory is missing. The
+executor then leaves the sequence empty and reports it (``CellChanges``), and its tokens are computed again. So a wrong
+guess costs time and never changes a text.
 
-From top to bottom: the budget of host memory, then the cache. The operations are in ``core.py``. Pure policy.
+The file has the budget of host memory first, then the cache. The operations are in ``core.py``. Pure policy.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from llamapipe._engine.policy.prefix_tree import ObservedTree, PrefixTree, TreeO
 
 
 def has_media(keys: Sequence[int]) -> bool:
-    """Return whether some cells are of images or sounds. The rows of their tokens depend on the projector."""
+    """Return whether some cells belong to images or sounds, whose rows depend on the projector."""
     return any(MEDIA_FROM <= key < 0 for key in keys)
 
 
 class StoreEntry(Protocol):
-    """An entry. ``n_bytes``: what it takes. ``pinned``: it is kept until it is unpinned."""
+    """An entry of the store. ``n_bytes``: its size. ``pinned``: it is kept until it is unpinned."""
 
     n_bytes: int
     pinned: bool
 
 
 class HostStore:
-    """Saved sequences by key. ``budget``: bytes for all of them, the pinned ones included."""
+    """Saved sequences by key. ``budget``: bytes for all of them, including the pinned ones."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -79,7 +79,7 @@ class HostStore:
         return len(self._entries)
 
     def make_room(self, n_bytes: int) -> list[int] | None:
-        """Return the keys of entries to drop, so that ``n_bytes`` more fit; None if that is impossible."""
+        """Return the keys of the entries to drop so that ``n_bytes`` more fit; None if that is impossible."""
         missing = self.n_bytes + n_bytes - self.budget
         if missing <= 0:
             return []
@@ -97,7 +97,7 @@ class HostStore:
         return iter(self._entries)
 
     def add(self, key: int, entry: StoreEntry) -> None:
-        """Add an entry, as the one used last."""
+        """Add an entry as the most recently used one."""
         self._entries[key] = entry
         self.n_bytes += entry.n_bytes
 
@@ -112,7 +112,7 @@ class HostStore:
         self._entries.move_to_end(key)
 
     def give_up(self, key: int) -> None:
-        """Note that an entry is of no more use: it goes first."""
+        """Note that an entry is no longer useful, so it is evicted first."""
         self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
@@ -165,9 +165,9 @@ _META_BYTES = 16  # position and sequence of a saved cell
 class PrefixMatch(NamedTuple):
     """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute.
 
-    ``n_exact``: see Request. ``state``: what it needs besides the cells. ``needs_slot``: what is saved of the cells
-    would lack some, and so would a copy in another slot, unless they share cells. ``n_known``: the tokens that any
-    others begin with. ``marks``: the states that they have.
+    ``n_exact``: see Request. ``state``: the state that it needs besides the cells. ``needs_slot``: a saved copy would
+    lack some of the cells, and so would a copy in another slot, unless the slots share cells. ``n_known``: how many of
+    its first tokens any other sequences share. ``marks``: the saved states of these tokens.
     """
 
     n: int = 0
@@ -188,19 +188,19 @@ class ContextShape(Protocol):
 
     @property
     def n_seq_max(self) -> int:
-        """Sequences."""
+        """Maximum number of sequences."""
 
     @property
     def n_cells(self) -> int:
-        """KV cells of all of them."""
+        """KV cells of all sequences."""
 
     @property
     def n_batch(self) -> int:
-        """Most tokens of a decode."""
+        """Maximum number of tokens of a decode."""
 
     @property
     def n_ubatch(self) -> int:
-        """Most tokens that are computed at a time."""
+        """Maximum number of tokens computed at a time."""
 
     @property
     def kv_unified(self) -> bool:
@@ -212,23 +212,23 @@ class ContextShape(Protocol):
 
 
 class KvCache:
-    """The slots ``0 .. n_slots - 1``, the sequences in host memory, and what is to be changed in them.
+    """The slots ``0 .. n_slots - 1``, the sequences in host memory, and the changes to make in them.
 
     ``enabled``: keep cells after their request has ended. ``has_states``: the memory has a state that cannot go back.
-    ``has_cells``: it has cells, too. ``window``: tokens that layers with a sliding window attend to; saved cells lack
-    the others, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers. ``host_bytes``:
-    budget of host memory. ``cell_bytes``: the size of a saved cell.
-    ``max_parked``: parked cells in all; None: any number. ``min_prefix``: shorter prefixes are computed again.
-    ``min_save``: sequences with fewer tokens that no other one has are dropped instead of saved. ``exact_multiple``:
-    reuse only multiples of this many cells that no other tokens were computed with, so that the other tokens are
-    computed in the same batches as without the cache. None: any number of cells. ``spills``: the executor is told what
-    was evicted from host memory, so that it can keep that elsewhere.
+    ``has_cells``: it also has cells. ``window``: the number of tokens that layers with a sliding window attend to;
+    saved cells lack the others, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers.
+    ``host_bytes``: the budget of host memory. ``cell_bytes``: the size of a saved cell. ``max_parked``: the maximum
+    number of parked cells in total; None: any number. ``min_prefix``: shorter prefixes are computed again.
+    ``min_save``: sequences with fewer tokens that no other sequence has are dropped instead of saved.
+    ``exact_multiple``: reuse only cells that were computed without other requests' tokens, and only multiples of this
+    many, so that the remaining tokens are computed in the same batches as without the cache. None: any number of cells.
+    ``spills``: the executor learns what was evicted from host memory, so that it can keep it elsewhere.
 
-    ``observer``: hears which sequences are added, grow and are removed.
+    ``observer``: is notified when sequences are added, grow and are removed.
 
     ``free``: the slots without a request. ``parked``: the parked cells by slot, least recently used first.
-    ``memory_ops``: changes to be made before the next step, in this order. Only the cache changes these three; the
-    scheduler adds the removal of padding, and changes of adapters, to the last.
+    ``memory_ops``: changes to make before the next step, in order. Only the cache changes these three, except that the
+    scheduler adds the removal of padding and changes of adapters to ``memory_ops``.
     """
 
     def __init__(
@@ -294,10 +294,11 @@ class KvCache:
         spills: bool = False,
         skips_cells: bool = False,
     ) -> KvCache:
-        """Make the cache of a context, with the sharing that it supports. ``mode``: True, ``"exact"`` or False.
+        """Make the cache of a context, with the sharing that the context supports.
 
-        ``kv_bytes``: size of the context's cells, 0 if it is not known. ``skips_cells``: attention reads no cells of
-        other sequences. For the others see KvCache. Raises ValueError for options that do not go together.
+        ``mode``: True, ``"exact"`` or False. ``kv_bytes``: the size of the context's cells, 0 if it is not known.
+        ``skips_cells``: attention reads no cells of other sequences. KvCache describes the other arguments. Raises
+        ValueError for options that exclude each other.
         """
         if mode == "exact" and context.n_batch % context.n_ubatch:
             raise ValueError(
@@ -338,7 +339,7 @@ class KvCache:
     # ---- state
     @property
     def n_parked_cells(self) -> int:
-        """Cells of sequences without a request."""
+        """The number of cells of sequences without a request."""
         return self._n_parked_cells
 
     @property
@@ -348,7 +349,7 @@ class KvCache:
 
     @property
     def host_budget(self) -> int:
-        """The most host memory for saved sequences and states."""
+        """The maximum host memory for saved sequences and states."""
         return self._store.budget + self._states.budget
 
     def n_bytes_of(self, n: int) -> int:
@@ -407,7 +408,7 @@ class KvCache:
         return PrefixMatch(n_best, n_exact, best, None, state, needs_slot, n_known, marks)
 
     def _marks(self, request: Request, keys: Sequence[int], limit: int) -> list[SavedState]:
-        """Return the saved states of the first tokens of a request, that of the most tokens first."""
+        """Return the saved states of a request's prefixes, the longest prefix first."""
         prefixes = self._state_tree.prefixes(keys, limit, request.spec.cache_key)
         return [
             mark
@@ -418,9 +419,9 @@ class KvCache:
     def _ready(
         self, cells: Cells, n: int, request: Request, marks: Sequence[SavedState]
     ) -> tuple[int, SavedState | None, bool]:
-        """Return how many tokens a request may start with, of the ``n`` that it shares with these cells.
+        """Return how many of the ``n`` tokens that a request shares with these cells it may start with.
 
-        With the state that it needs, and whether it needs the cells' slot.
+        Also returns the state that it needs, and whether it needs the cells' slot.
         """
         n, needs_slot = min(n, cells.n), False
         if not self._has_states and not self._window:
@@ -443,14 +444,14 @@ class KvCache:
         return n, None, needs_slot
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
-        """Count those of the first ``n`` cells that a request may start with, if its memory is there."""
+        """Count how many of the first ``n`` cells a request may start with, leaving aside any state that it needs."""
         n = request.prefix_end(n)
         if cells is request.saved_cells:
             return n
         return self._n_exact_of(n, request, cells.n_exact if cells.request is None else cells.request.n_exact)
 
     def _n_exact_of(self, n: int, request: Request, n_exact: int) -> int:
-        """Count those of ``n`` cells that a request may start with; the first ``n_exact`` were computed alone."""
+        """Count how many of ``n`` cells a request may start with; the first ``n_exact`` were computed alone."""
         if self.exact_multiple is None:
             return n
         n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
@@ -458,13 +459,13 @@ class KvCache:
 
     # ---- states
     def _choose_places(self, request: Request, n: int, match: PrefixMatch) -> list[int]:
-        """Choose where the steps of a request end, so that its state is saved there; in order.
+        """Choose the places, in order, where the steps of a request end so that its state is saved there.
 
-        A state costs a step that is smaller than it could be, and memory. So there is one where others are likely to
-        part from this prompt: where some have parted already, where its caller says so (messages begin), shortly before
-        its end (the same prompt again, or an answer that a template renders differently), and at intervals in a long
-        one, where most steps end anyway. Windows can go back without; there, a state is for copies of a sequence that
-        runs, and for snapshots of it.
+        A state costs memory, and a step that is smaller than it could be. So states are saved where other prompts are
+        likely to diverge from this one: where some have diverged already, where the caller says so (at the starts of
+        messages), shortly before the end (for the same prompt again, or an answer that a template renders differently),
+        and at intervals in a long prompt, where most steps end anyway. Windows can go back without states; there, a
+        state serves copies and snapshots of a running sequence.
         """
         end = len(request.tokens)
         if end - n < _LEAST_BETWEEN or not self.enabled or (self._shares_cells and not self._has_states):
@@ -497,9 +498,9 @@ class KvCache:
         return chosen
 
     def place_for_follower(self, leader: Request, n: int) -> int:
-        """Return where a request that shares ``n`` tokens with a running one may start; that one saves its state there.
+        """Return where a request that shares ``n`` tokens with a running one may start. The leader saves a state there.
 
-        A place that is planned already will do, if it is near.
+        An already planned place is used if it is near.
         """
         if not self._states.budget or (self._shares_cells and not self._has_states):
             return n
@@ -512,7 +513,7 @@ class KvCache:
         return n
 
     def reached(self, request: Request) -> None:
-        """Save the state of a request whose cells have come to one of its places."""
+        """Save the state of a request whose cells have reached one of its places."""
         while request.places and request.places[0] <= request.n_past:
             place = request.places.pop(0)
             if place == request.n_past and request.slot >= 0 and request.uses_cache:
@@ -520,14 +521,14 @@ class KvCache:
                 self._save_state(request.slot, keys, request.spec.cache_key, request.n_exact)
 
     def _save_state(self, slot: int, keys: Sequence[int], cache_key: Hashable, n_exact: int) -> None:
-        """Save the state of a slot, whose cells are those of these tokens."""
+        """Save the state of a slot that holds the cells of these tokens."""
         key = self._add_state(keys, cache_key, n_exact, self._state_bytes)
         if key is not None:
             room = self._states.budget - self._states.n_bytes + self._state_bytes
             self.memory_ops.append(SaveState(slot, len(keys), key, room))
 
     def _add_state(self, keys: Sequence[int], cache_key: Hashable, n_exact: int, n_bytes: int) -> int | None:
-        """Return the key for a state of these tokens. None: it is there already, or there is no room."""
+        """Return the key for a state of these tokens; None if it is already saved, or there is no room."""
         n = len(keys)
         n_have, have = next(self._state_tree.prefixes(keys, n, cache_key), (0, None))
         if have is not None and n_have == n:
@@ -562,7 +563,7 @@ class KvCache:
             request.n_exact += n // self.exact_multiple * self.exact_multiple
 
     def learn(self, request: Request) -> None:
-        """Add to the tree all tokens in the cells of a request with a slot, also the generated ones."""
+        """Add to the tree all tokens in the cells of a request with a slot, including the generated ones."""
         cells, n = request.cells, request.n_past
         if cells is not None and cells in self._tree and cells.n_known < n:
             self._tree.extend(cells, request.cell_keys()[:n], cells.n_known)
@@ -570,7 +571,7 @@ class KvCache:
 
     # ---- slots
     def place(self, request: Request, match: PrefixMatch) -> None:
-        """Give a request a free slot that has the found prefix."""
+        """Give a request a free slot and fill it with the prefix that was found."""
         source, n, state = match.cells, match.n, match.state
         if (
             (source is not None and source not in self._tree)
@@ -627,11 +628,11 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys(), request.spec.cache_key)
 
     def _floor(self, n: int) -> int:
-        """Return how far a sequence can go back whose window has only the cells before ``n``."""
+        """Return how far a sequence can go back if its window has only the cells before ``n``."""
         return n if n > self._window > 0 else 0
 
     def _choose(self, source: Cells | None) -> int:
-        """Choose a free slot next to a taken one, if possible between two: gaps between running requests cost time."""
+        """Choose a free slot next to a used one, if possible between two: gaps between running requests cost time."""
         free = self.free
         if self._held:
             free = {slot for slot in free if slot not in self.parked or not self.parked[slot].is_held} or free
@@ -656,9 +657,9 @@ class KvCache:
         return request.cells is not None and request.n_past > request.cells.n_shifted
 
     def move(self, request: Request, slot: int) -> None:
-        """Move a running request, which ``is_rotated``, and its cells to a free slot.
+        """Move a running request that ``is_rotated``, and its cells, to a free slot.
 
-        What is parked there is saved or dropped.
+        Cells parked there are saved or dropped.
         """
         assert request.cells is not None and self.is_rotated(request), request
         self.free.remove(slot)
@@ -708,9 +709,9 @@ class KvCache:
             self.parked.move_to_end(cells.slot)
 
     def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
-        """Remove a request's cells from ``n`` on, because its tokens from there on were changed.
+        """Remove a request's cells from ``n`` on, because its tokens from ``n`` on were changed.
 
-        ``of_last_step``: the last step has computed all of these cells, in one ubatch.
+        ``of_last_step``: the last step computed all of these cells in one ubatch.
         """
         cells, kept = request.cells, request.saved_cells
         if kept is not None and kept.n > n:
@@ -725,7 +726,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
-        """Remove a request's cells from ``n`` on, or from the last place before where it can be continued."""
+        """Remove a request's cells from ``n`` on, or from the last earlier place where it can be continued."""
         if of_last_step and request.n_certain >= 0:
             n = request.n_certain
             self.memory_ops.append(GoBack(request.slot, n))
@@ -772,7 +773,10 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def became_stale(self, slot: int) -> None:
-        """Note that the state of a parked sequence is not of its end; other states still continue its cells."""
+        """Note that the state of a parked sequence is not that of its end.
+
+        Other states can still continue its cells.
+        """
         if slot in self.parked:
             self.parked[slot].is_stale = True
 
@@ -799,7 +803,7 @@ class KvCache:
         pinned_by: Request | None = None,
         is_stale: bool = False,
     ) -> int | None:
-        """Return the key for the cells of tokens, which come from elsewhere. None: no room. ``is_stale``: see Cells."""
+        """Return the key for cells of tokens from elsewhere; None if there is no room. ``is_stale``: see Cells."""
         dropped = self._store.make_room(n_bytes) if self.enabled else None
         if dropped is None:
             return None
@@ -811,20 +815,20 @@ class KvCache:
         return self._keep(cells, n_bytes, pinned_by)
 
     def take_in_state(self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int) -> int | None:
-        """Return the key for the state of tokens, which comes from elsewhere. None: it is there, or has no room."""
+        """Return the key for a state of tokens from elsewhere; None if it is already saved, or there is no room."""
         if not self.enabled:
             return None
         return self._add_state(tokens, cache_key, 0, n_bytes)
 
     def states_of(self, tokens: Sequence[int], cache_key: Hashable) -> list[tuple[int, int]]:
-        """Return the saved states of beginnings of tokens, the shortest first: numbers of tokens, and keys."""
+        """Return the saved states of prefixes of tokens, the shortest first, as numbers of tokens and keys."""
         prefixes = self._state_tree.prefixes(tokens, len(tokens), cache_key)
         return [(n, state.key) for n, state in prefixes][::-1]
 
     def save_parked_windows(self) -> None:
-        """Move parked sequences to host memory if windows would lack cells in what is read of them.
+        """Move parked sequences to host memory if a copy of them would lack cells of windows.
 
-        In their slots they can go back to their places; elsewhere they need the states that are saved on the way.
+        In their slots they can go back to their places; elsewhere they need the states that this saves.
         """
         if self._window and not self.exact_multiple:
             for slot, cells in list(self.parked.items()):
@@ -832,7 +836,7 @@ class KvCache:
                     self._evict(slot)
 
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
-        """Return the unused cells, or the state, with the most of these tokens: more than half of them."""
+        """Return the unused cells, or the state, with the most of these tokens, if they have more than half of them."""
         if (cells := self._unused(tokens, cache_key)) is not None:
             return self._described(cells)
         if not self._has_cells:
@@ -850,9 +854,9 @@ class KvCache:
 
     # ---- what is known of later requests
     def hold(self, name: Hashable, tokens: Sequence[int], cache_key: Hashable) -> None:
-        """Keep the cells of these tokens, which no request uses, before all others until ``release``.
+        """Evict the unused cells of these tokens after all others, until ``release``.
 
-        It is a hint: they go when nothing else is left to go. In host memory they count as used now.
+        This is a hint: they are evicted when nothing else is left. In host memory they count as used now.
         """
         self.release(name, is_done=False)
         cells = self._unused(tokens, cache_key)
@@ -863,7 +867,7 @@ class KvCache:
                 self._store.use(cells.key)
 
     def release(self, name: Hashable, is_done: bool) -> None:
-        """End ``hold``. ``is_done``: nobody continues, so these cells are the first to go."""
+        """End ``hold``. ``is_done``: nobody will continue, so these cells are evicted first."""
         cells = self._held.pop(name, None)
         if cells is None:
             return
@@ -875,10 +879,10 @@ class KvCache:
             self._store.give_up(cells.key)
 
     def offer_unused(self, again: bool) -> Iterator[Unused]:
-        """Yield the cells that no request uses and no others begin with, with their states, most recently used first.
+        """Yield unused cells that no other sequence begins with, and their states, the most recently used first.
 
-        Each is offered once, unless it was used since; ``again``: all of them. Those with images and sounds are not.
-        Nothing may change between two of them.
+        Each sequence is offered once, unless it was used since; ``again``: offer all of them. Sequences with images or
+        sounds are never offered. Nothing may change between two offers.
         """
         if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
             return
@@ -909,7 +913,7 @@ class KvCache:
             state.n_offered = state.n
 
     def drop(self, unused: Unused) -> None:
-        """Drop cells that no request uses, and the states of their beginnings that no others begin with."""
+        """Drop cells that no request uses, and the states of those of their prefixes that no other sequence has."""
         if unused.slot >= 0:
             self._tree.remove(self._unpark(unused.slot))
             self.memory_ops.append(Remove(unused.slot, 0))
@@ -923,7 +927,7 @@ class KvCache:
         return next(self._tree.find(unused.tokens, n, unused.cache_key), (0, None))[0] >= n
 
     def reset(self, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Drop the cells of the wanted keys that no request uses and that are not pinned."""
+        """Drop the cells of the selected keys that no request uses and that are not pinned."""
         for slot, cells in list(self.parked.items()):
             if is_wanted(self._tree.key_of(cells)):
                 self._tree.remove(self._unpark(slot))
@@ -936,7 +940,7 @@ class KvCache:
                 self._forget_state(key)
 
     def unpin(self, request: Request) -> None:
-        """Unpin the saved cells of a preempted request that continues or has ended: they are like all others."""
+        """Unpin the saved cells of a preempted request that continues or has ended."""
         cells, request.saved_cells = request.saved_cells, None
         if cells is not None:
             cells.pinned = False
@@ -973,9 +977,9 @@ class KvCache:
         self.memory_ops.append(Remove(slot, n_keep, state))
 
     def _save_windows(self, slot: int, cells: Cells, n_keep: int) -> None:
-        """Save states at places of a sequence whose slot is needed: what was saved of it can go back to them.
+        """Save states at places of a sequence whose slot is needed, so that its saved copy can go back to them.
 
-        The slot can still go back in place, so they cost no step.
+        The slot can still go back in place, so the states cost no step.
         """
         keys, cache_key = self._tree.tokens_of(cells), self._tree.key_of(cells)
         for place in sorted(cells.places, reverse=True):
@@ -1031,7 +1035,7 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def _described(self, cells: Cells) -> Unused:
-        """Return what cells hold, with the states of their beginnings."""
+        """Return a description of cells, with the states of their prefixes."""
         tokens, cache_key = self._tree.tokens_of(cells)[: cells.n], self._tree.key_of(cells)
         states = self.states_of(tokens, cache_key)
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)

@@ -1,9 +1,9 @@
-"""Decides how a request continues that has filled its context.
+"""Decides how a request that has filled its context continues.
 
 Open this file to change which tokens are dropped.
 
-The principle: one rule for all requests of an engine. It ends a request, or drops tokens in the middle, so that the
-first ones, such as a system prompt, and the newest ones stay. Pure policy.
+The principle: one rule for all requests of an engine. It ends a request, or drops tokens in the middle and keeps the
+first ones, such as a system prompt, and the newest ones. Pure policy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Overflow:
 
     ``mode``: with ``"stop"`` the request ends. With ``"recompute"`` it keeps its first ``n_keep`` tokens and the newer
     half of the others, which are computed again. ``"shift"`` does the same, but moves the cells of the newer half to
-    their new positions. They were computed with the dropped tokens before them, so the result differs, and no other
-    request may use them.
+    their new positions. These cells were computed with the dropped tokens before them, so the result differs, and no
+    other request may use them.
     """
 
     def __init__(self, mode: str = "stop", n_keep: int = 0) -> None:
@@ -29,7 +29,10 @@ class Overflow:
         return f"<Overflow {self._mode} n_keep={self._n_keep}>"
 
     def drop(self, request: Request, cache: KvCache) -> bool:
-        """Drop old tokens of a full request, which is then no longer in order among those that run. False: it ends."""
+        """Drop old tokens of a full request, and with them its order among running requests.
+
+        Return False if it ends.
+        """
         if self._mode == "stop":
             return False
         n_keep = self._n_keep

@@ -1,32 +1,31 @@
-"""Which tokens the next step computes.
+"""Plans which tokens the next step computes.
 
 Open this file to change how prompts share a step with requests that decode.
 
 The principle: each running request has tokens without KV cells, one if it decodes and more if it has a prompt. A step
 computes at most ``n_batch`` of them. Requests that decode come first, with one token each. Prompts take what is left,
-in the order of their turns, and are cut where it ends. The rest of this file is exceptions, each for one of three
-reasons:
+in the order of their turns, and are cut where it ends. The rest of this file makes exceptions, for three reasons:
 
 1. Streams must not stutter. While requests decode, a step has at most ``n_ubatch`` tokens. It has fewer if the streams,
-   also those of requests with other adapters, must not wait that long (``PrefillBudget``).
-2. First tokens must come early. A long prompt leaves up to half of a step to short ones after it. On a CPU, where a
+   including those of requests with other adapters, must not wait that long (``PrefillBudget``).
+2. First tokens must come early. A long prompt leaves up to half of a step to short prompts after it. On a CPU, where a
    prompt token takes as long in a small step as in a large one, a step that completes a stream's prompt takes no
-   further prompt once it has ``prefill_cutoff`` tokens.
-3. Reading the weights is expensive. llama.cpp cuts a batch where the slots do not increase by one, and each part reads
-   all weights. So gaps between the slots of decoding requests are padded, and chunks are in the order of their slots.
-   With per-sequence KV, prompts and decoding are separate passes anyway. Decoding then yields to steps of prompts, for
-   at most ``n_ubatch`` prompt tokens in total.
+   further prompt once the step has ``prefill_cutoff`` tokens.
+3. Reading the weights is expensive. llama.cpp splits a batch where the slots do not increase by one, and each part
+   reads all weights. So gaps between the slots of decoding requests are padded, and chunks are in the order of their
+   slots. With per-sequence KV, prompts and decoding are separate passes anyway. Decoding then yields to prompt steps,
+   for at most ``n_ubatch`` prompt tokens in total.
 
-A prompt is also cut where other adapters compute what follows (an activated LoRA), and at its places, where its state
-is saved (``kv.py``): the rest belongs to another step.
+A prompt is also cut where other adapters take over (an activated LoRA), and at the places where its state is saved
+(``kv.py``). The rest belongs to another step.
 
-The rows of an image are entries like tokens, and share steps with them. In some models (Gemma 3) the rows of an image
-see each other, which llama.cpp decides for a whole ubatch. Such an image is a step alone, and between two of these
-steps the requests that decode get one.
+The rows of an image are batch entries like tokens, and share steps with them. In some models (Gemma 3) the rows of an
+image attend to each other, which llama.cpp can only set for a whole ubatch. Such an image is a separate step, and
+requests that decode get a step between two of these.
 
 A request that decodes may have guessed tokens after its last one; ``speculation.py`` says which.
 
-In a plan the entries that decode come first, then the prompts': ``Scheduler.commit`` relies on it. Pure policy.
+In a plan, the entries that decode come before the entries of prompts: ``Scheduler.commit`` relies on it. Pure policy.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ _FIRST_ROWS = 8  # the limit until their cost is known
 
 
 class PrefillBudget:
-    """Learns from the times of steps what prompt tokens cost. The engine thread.
+    """Learns the cost of prompt tokens from the times of steps. For the engine thread.
 
-    A prompt token costs ``a + b * position``: all weights once, and attention to the tokens before it. Both are fitted
-    by least squares, in which older observations count less. A scored token also costs a row of logits,
-    which may take longer than the token. Its cost is what a step takes beyond its other tokens.
+    A prompt token costs ``a + b * position``: a pass over the weights, and attention to the tokens before it. Both are
+    fitted by least squares, with less weight on older observations. A scored token also costs a row of logits, which
+    may take longer than the token. That cost is the time that a step takes beyond its other tokens.
 
     ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
-    for 64 prompt tokens and 4 scored tokens, so that prompts and scores always progress.
+    for 64 prompt tokens and 4 scored tokens, so prompts and scores always progress.
     """
 
     def __init__(self, max_itl_s: float | None) -> None:
@@ -87,9 +86,9 @@ class PrefillBudget:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
-        """Return the most prompt tokens of a step in which requests decode, if the prompt begins at this position.
+        """Return the maximum prompt tokens of a step in which requests decode, for a prompt part from this position on.
 
-        ``n_turns``: how many such steps may come between two tokens of a stream. They divide the time.
+        ``n_turns``: how many such steps may come between two tokens of a stream, and so share the time.
         """
         if not self.is_on:
             return UNLIMITED
@@ -124,7 +123,7 @@ class PrefillBudget:
     ) -> None:
         """Learn from the time of a step; ``position``: the mean of its ``n_prompt`` tokens.
 
-        ``n_rows``: how many of the prompt tokens were scored. ``decodes``: whether requests decode in it.
+        ``n_rows``: how many of the prompt tokens were scored. ``decodes``: whether requests decoded in the step.
         """
         if not self.is_on:
             return
@@ -148,7 +147,7 @@ class PrefillBudget:
             self._xy = _KEPT * self._xy + position * token_s
 
     def _observe_rows(self, n_rows: int, n_others: int, seconds: float) -> None:
-        """Learn what scored tokens cost, from a step with ``n_others`` other prompt tokens."""
+        """Learn the cost of scored tokens from a step with ``n_others`` other prompt tokens."""
         if self._row_s is not None and 3 * n_rows < n_others:  # too few to tell more
             self._row_s = min(self._row_s, seconds / n_rows)
             return
@@ -162,12 +161,12 @@ class BatchBuilder:
     """Fills batches of up to ``n_batch`` tokens.
 
     ``padding_token``: fills gaps between the slots of decoding requests; None if gaps cost nothing (unified KV).
-    ``n_score_rows``: most rows in a step that score requests' own tokens. ``prefill_cutoff``: a step that
-    completes a stream's prompt takes no further prompt once it has this many prompt tokens; None: no such limit. For
-    ``max_itl_s`` see PrefillBudget.
+    ``n_score_rows``: maximum number of rows in a step that score requests' own tokens. ``prefill_cutoff``: a step that
+    completes a stream's prompt takes no further prompt once the step has this many prompt tokens; None: no such limit.
+    For ``max_itl_s`` see PrefillBudget.
 
-    ``depth``: how many steps of scores may be in flight; if more than one, each has at most ``n_ubatch`` tokens.
-    ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step, so that one is
+    ``depth``: how many scoring steps may be in flight; if more than one, each has at most ``n_ubatch`` tokens.
+    ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step, so one part is
     computed while another is sampled.
     """
 
@@ -198,9 +197,9 @@ class BatchBuilder:
         parked: Mapping[int, Cells],
         guesses: Mapping[Request, Sequence[int]] | None = None,
     ) -> BatchPlan:
-        """Plan the next step, from requests that are in no step in flight. The plan has no tokens if there are none.
+        """Plan the next step from the requests that no step in flight has. Without any, the plan has no tokens.
 
-        ``parked``: cells in slots without a request. ``guesses``: tokens to compute after the last ones of requests.
+        ``parked``: cells in slots without a request. ``guesses``: tokens to compute after the last tokens of requests.
         """
         plan = BatchPlan()
         if guesses:
@@ -225,7 +224,7 @@ class BatchBuilder:
         return plan
 
     def _next_block(self, running: Running) -> Chunk | None:
-        """Return the rows of an image that see each other, if it is the turn of such a step."""
+        """Return the rows of an image that attend to each other, if the next step is for such an image."""
         if self._was_block and running.decoding:
             return None
         for request in running.prefilling:
@@ -236,10 +235,10 @@ class BatchBuilder:
         return None
 
     def _decoding_waits(self, running: Running) -> bool:
-        """Return whether decoding yields: the next step has only prompts, a stream's first.
+        """Return whether decoding yields, so that the next step has only prompts, of which the first is a stream's.
 
-        Prefill and decode would be separate passes. Their order makes little difference to decoding requests, but much
-        to the first tokens of the prompts.
+        Prefill and decode would be separate passes. Their order matters little to decoding requests, but much to the
+        first tokens after the prompts.
         """
         if self._prefill_cutoff == UNLIMITED or self._padding_token is None or self.n_micro_batches > 1:
             # With unified KV (no padding token) decoding shares the prompts' pass over the weights, so waiting saves
@@ -268,15 +267,15 @@ class BatchBuilder:
         return self._n_waited + n_step + n_next <= min(self.n_ubatch, self._n_beside(running))
 
     def _n_beside(self, running: Running) -> int:
-        """Return the most prompt tokens in a step with requests that decode, or between two of their turns."""
+        """Return the maximum prompt tokens in a step with requests that decode, or between two of their steps."""
         if not self.budget.is_on:
             return UNLIMITED
         return self.budget.n_tokens(running.prefilling[0].n_past, max(len(running.others), 1))
 
     def part(self, decoding: list[Request]) -> list[Request]:
-        """Return the decoding requests of the next step, without those in flight if there are micro-batches.
+        """Return the decoding requests of the next step; with micro-batches, without the requests in flight.
 
-        They are split by slot, the lower half first, so that there are no gaps to pad.
+        They are split by slot, the lower half first, so no gaps need padding.
         """
         if self.n_micro_batches == 1:
             return decoding
@@ -308,7 +307,7 @@ class BatchBuilder:
     def _decode_with_guesses(
         self, plan: BatchPlan, decoding: Sequence[Request], guesses: Mapping[Request, Sequence[int]]
     ) -> None:
-        """Decode each request's last token, and the guessed ones after it. Nothing prefills, and no gap is padded."""
+        """Decode each request's last token and the guessed tokens after it. There is no prefill and no padding."""
         plan.n_decode = len(decoding)
         guessed: list[int] = []
         for request in decoding:
@@ -329,7 +328,7 @@ class BatchBuilder:
     def _pad_gaps(
         self, plan: BatchPlan, running: Running, parked: Mapping[int, Cells], padding_token: int
     ) -> None:
-        """Add a padding token for each sequence in a gap, if that is cheaper than splitting the batch at the gaps."""
+        """Add a padding token for each sequence in a gap if that is cheaper than splitting the batch at the gaps."""
         prefilling = {r.slot for r in running.prefilling}  # most of them have tokens in this step
         resting = (running.paused, running.drawing, *running.others.values())
         held = {r.slot: r.n_past for requests in resting for r in requests}
@@ -434,7 +433,7 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
 
 
 def _reserved(prefilling: Sequence[Request], budget: int) -> int:
-    """Return the tokens that a long first prompt leaves to the short ones after it: at most half of the budget."""
+    """Return how many tokens a long first prompt leaves to short prompts after it: at most half of the budget."""
     n_reserved = 0
     if prefilling[0].n_uncomputed > budget:
         for request in prefilling[1:]:
@@ -444,9 +443,9 @@ def _reserved(prefilling: Sequence[Request], budget: int) -> int:
 
 
 def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:
-    """Return how many of ``n`` tokens from ``first`` on to schedule, and the positions whose rows are wanted.
+    """Return how many of the ``n`` tokens from ``first`` on to schedule, and the positions whose rows are wanted.
 
-    There are at most ``n_rows`` of these, so fewer tokens may be scheduled.
+    At most ``n_rows`` positions are returned, so fewer than ``n`` tokens may be scheduled.
     """
     begin = max(first, targets.wanted_from)
     end = min(first + n, targets.wanted_to)

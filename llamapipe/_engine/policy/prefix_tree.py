@@ -1,11 +1,11 @@
-"""A radix tree over token ids: which holders have the longest common prefix with a prompt.
+"""A radix tree over token ids, which finds the holders with the longest common prefix of a prompt.
 
-Open this file to change how prefixes are found, or what an observer of the cache is told.
+Open this file to change how prefixes are found, or what an observer of the cache learns.
 
 The principle: the tree knows tokens and nothing else. A node is a run of tokens, and a holder stands at the node where
-its tokens end. Holders share tokens only under the same key: whatever the cells depend on besides their tokens is in
-the key, or is a negative number among the tokens. So a lookup takes time in the length of the prompt, whatever the
-number of holders.
+its tokens end. Holders share tokens only under the same key: everything that the cells depend on besides their tokens
+is in the key, or is a negative number among the tokens. The time of a lookup depends on the length of the prompt, not
+on the number of holders.
 
 ``kv.py`` puts sequences of cells into the tree and decides what to do with a match. Pure policy.
 """
@@ -21,7 +21,7 @@ _MAX_LOOKED_AT = 8  # holders of one node; all of them share the same tokens
 
 
 class _Node(Generic[H]):
-    """Tokens that its holders share after those of its parent."""
+    """A run of tokens that its holders share after the tokens of its parent."""
 
     __slots__ = ("children", "ends", "holders", "parent", "tokens")
 
@@ -44,11 +44,11 @@ class _Root(_Node[H]):
 
 
 class PrefixTree(Generic[H]):
-    """A radix tree over token ids: which holders begin with the tokens of a prompt, and how many they share.
+    """A radix tree over token ids, which finds holders that share a prefix with a prompt.
 
     A holder is anything that has a sequence of tokens; here, KV cells. Holders of different keys share nothing: a key
-    is whatever besides the tokens made the cells, or may see them. Lookups and insertions take time in the number of
-    tokens, whatever the number of holders.
+    names what the cells depend on besides their tokens, and who may use them. The time of lookups and insertions
+    depends on the number of tokens, not on the number of holders.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class PrefixTree(Generic[H]):
         return holder in self._ends
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Add a holder, which must not be in the tree, with its tokens, among those of a key."""
+        """Add a holder with its tokens under a key. It must not be in the tree yet."""
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = _Root(key)
@@ -73,7 +73,7 @@ class PrefixTree(Generic[H]):
         self._insert_below(root, holder, tokens, 0)
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Add the tokens after the first ``n``, with which the holder is in the tree."""
+        """Add the tokens after the first ``n``, which the tree already has for this holder."""
         end = self._ends[holder]
         end.ends.remove(holder)
         self._insert_below(end, holder, tokens, n)
@@ -117,25 +117,25 @@ class PrefixTree(Generic[H]):
             node = parent
 
     def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Yield holders of a key that share tokens with a prompt, and how many, at most ``limit``; the most first.
+        """Yield holders of a key and how many tokens each shares with a prompt, at most ``limit``; the most first.
 
-        Of holders that share equally many, the newest few.
+        Among holders that share equally many, yields the newest few.
         """
         for n, node, _ in reversed(self._path(tokens, limit, key)):
             for holder in islice(reversed(node.holders), _MAX_LOOKED_AT):
                 yield n, holder
 
     def prefixes(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Yield holders of a key whose tokens a prompt begins with, at most ``limit``; the longest first.
+        """Yield the lengths and the holders of a key whose at most ``limit`` tokens begin a prompt, the longest first.
 
-        With the number of their tokens. Of holders with the same tokens, the newest.
+        Among holders with the same tokens, yields the newest.
         """
         for n, node, is_whole in reversed(self._path(tokens, limit, key)):
             if is_whole and node.ends:
                 yield n, node.ends[-1]
 
     def _path(self, tokens: Sequence[int], limit: int, key: Hashable) -> list[tuple[int, _Node[H], bool]]:
-        """Return the nodes along a prompt, with the tokens up to there, and whether these are all of the node's."""
+        """Return the nodes along a prompt, each with the tokens up to it, and whether all of its tokens match."""
         path: list[tuple[int, _Node[H], bool]] = []
         node: _Node[H] | None = self._roots.get(key)
         i = 0
@@ -152,7 +152,7 @@ class PrefixTree(Generic[H]):
         return path
 
     def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
-        """Return how many of a holder's ``n`` tokens another one begins with, and the newest few that do."""
+        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few that do."""
         node: _Node[H] | None = self._ends[holder]
         while node is not None and node.parent is not None and len(node.holders) == 1:
             n -= len(node.tokens)
@@ -200,20 +200,20 @@ class PrefixTree(Generic[H]):
 
 
 class TreeObserver(Protocol):
-    """Hears of the changes in a tree."""
+    """Observes the changes in a tree."""
 
     def inserted(self, holder: Any, tokens: Sequence[int]) -> None:
-        """Learn that a holder was added with these tokens."""
+        """Record that a holder was added with these tokens."""
 
     def extended(self, holder: Any, tokens: Sequence[int]) -> None:
-        """Learn that a holder has grown to these tokens, which begin with those that it had."""
+        """Record that a holder has grown to these tokens, which begin with its earlier ones."""
 
     def removed(self, holder: Any) -> None:
-        """Learn that a holder was removed."""
+        """Record that a holder was removed."""
 
 
 class ObservedTree(PrefixTree[H]):
-    """A tree that tells an observer of the changes among the holders without a key."""
+    """A tree that notifies an observer of changes among the holders without a key."""
 
     def __init__(self, observer: TreeObserver) -> None:
         super().__init__()
@@ -221,14 +221,14 @@ class ObservedTree(PrefixTree[H]):
         self._told: set[H] = set()
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Add a holder, which must not be in the tree, with its tokens, among those of a key."""
+        """Add a holder with its tokens under a key. It must not be in the tree yet."""
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
             self._observer.inserted(holder, _before_marks(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Add the tokens after the first ``n``, with which the holder is in the tree."""
+        """Add the tokens after the first ``n``, which the tree already has for this holder."""
         super().extend(holder, tokens, n)
         if holder in self._told:
             self._observer.extended(holder, _before_marks(tokens))
@@ -242,7 +242,7 @@ class ObservedTree(PrefixTree[H]):
 
 
 def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> int:
-    """Count the tokens that both have in common: the first from ``begin`` on, and the first of the others."""
+    """Count the tokens that ``tokens`` from ``begin`` on and the start of ``others`` have in common."""
     n = min(len(tokens) - begin, len(others))
     if tokens[begin : begin + n] == others[:n]:
         return n
@@ -257,7 +257,7 @@ def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> in
 
 
 def _before_marks(tokens: Sequence[int]) -> Sequence[int]:
-    """Return the tokens before the first that stands for an image, a sound or other adapters.
+    """Return the tokens before the first one that stands for an image, a sound or other adapters.
 
     Observers do not know such numbers.
     """

@@ -1,11 +1,11 @@
-"""The requests that wait and the requests that run, as ordered lists.
+"""Ordered lists of the waiting and the running requests.
 
 Open this file to change who gets the next slot, or which running request is preempted first.
 
-The principle: every waiting request gets a turn, and turns are fair. Higher priorities come first. Among equals
-``Waiting`` divides the slots between clients (shares), and within a client between its callers, however many requests
-each of them has. A request keeps its turn when it loses its slot. ``Running`` sorts the requests
-with a slot by what the next step can do with them: decode, prefill, or nothing yet.
+The principle: every waiting request gets a turn, and turns are fair. Higher priorities come first. Among equal
+priorities, ``Waiting`` divides the slots between clients (shares), and within a client between its callers, however
+many requests each has. A request keeps its turn when it loses its slot. ``Running`` sorts the requests with a slot by
+what the next step can do with them: decode, prefill, or nothing yet.
 
 These lists only order requests. ``scheduler.py`` decides when a request moves from one to the other. Pure policy.
 """
@@ -26,7 +26,10 @@ _Heap = list[tuple[tuple[int, int, int], Request]]
 
 
 class _Share:
-    """The requests of one share. ``end``: where its last admitted request ends. ``n_new``: not admitted yet."""
+    """The requests of one share. ``end``: where its last admitted request ends.
+
+    ``n_new``: number of requests not admitted yet.
+    """
 
     __slots__ = ("end", "heap", "lent", "n_new", "n_queued")
 
@@ -38,21 +41,21 @@ class _Share:
 
 
 class Waiting:
-    """The requests without a slot, in three lists, and the one whose turn it is.
+    """The requests without a slot, in three lists, and the request whose turn it is.
 
-    Requests of a higher priority come first. Among equals the queue is fair to shares, and within a share to callers
-    (start-time fair queueing, Goyal et al. 1996): each request starts where the one before it of the same caller ends,
-    in tokens, but not before the request that was admitted last. So a single request need not wait for the rest of a
-    long list, and single requests keep the order in which they arrived. The same holds for shares, with the tokens of
-    their requests that were admitted: a client with a thousand calls delays the call of another one by one request.
+    Requests with a higher priority come first. Among equal priorities the queue is fair to shares, and within a share
+    to callers (start-time fair queueing, Goyal et al. 1996): each request starts where the caller's previous request
+    ends, in tokens, but not before the request that was admitted last. So a single request need not wait for the rest
+    of a long list, and single requests keep their order of arrival. The same holds for shares, with the tokens of their
+    admitted requests: a client with a thousand calls delays another client's call by one request.
 
-    Requests that have lent their slots, because their tokens come late, return before those of their share that never
-    did, but only to ``most_lent`` slots: others of the same client get the rest. Those that lent theirs least often
-    come first.
+    Requests that have lent their slots, because their tokens come late, return before requests of their share that
+    never did, but only to ``most_lent`` slots: other requests of the same client get the rest. Requests that lent their
+    slots least often come first.
 
-    ``queued``: those that could be admitted now. ``paused``: preempted requests whose token budget is used up.
-    ``preparing``: new requests until their images and sounds are encoded, or their prefix is read from disk. The others
-    follow a request that computes their prefix.
+    ``queued``: requests that could be admitted now. ``paused``: preempted requests whose token budget is used up.
+    ``preparing``: new requests until their images and sounds are encoded, or their prefix is read from disk. All other
+    requests follow a request that computes their prefix.
     """
 
     def __init__(self, running: Iterable[Request] = (), most_lent: int = 1) -> None:
@@ -84,7 +87,7 @@ class Waiting:
 
     @property
     def n_queued(self) -> int:
-        """Requests that wait for a slot."""
+        """The number of requests that wait for a slot."""
         return len(self.queued) + self.n_followers + len(self.preparing)
 
     def next(self) -> Request:
@@ -102,7 +105,7 @@ class Waiting:
         return request
 
     def lends_much(self, share: Hashable) -> bool:
-        """Return whether requests that have lent their slots hold more of them than ``most_lent``."""
+        """Return whether requests that have lent their slots hold more than ``most_lent`` slots."""
         return self._n_lent(share) > self._most_lent
 
     def _n_lent(self, share: Hashable) -> int:
@@ -112,7 +115,7 @@ class Waiting:
         return (share for share in self._shares.values() if share.n_queued)
 
     def _first_of(self, share: _Share) -> tuple[int, int, tuple[int, int, int], Request]:
-        """Return the first request of a share, after what decides between shares."""
+        """Return the first request of a share, preceded by the sort key of the share."""
         turn, request = self._first_in(share)
         return turn[0], max(share.end, self._share_now), turn, request
 
@@ -146,7 +149,7 @@ class Waiting:
             self.paused.add(request)
 
     def add_ready(self, request: Request) -> None:
-        """Add a request that had a slot, was paused, or followed another one. It keeps its turn."""
+        """Add a request that had a slot, was paused, or followed another request. It keeps its turn."""
         self.queued[request] = self._next = None
         share = self._shares[request.spec.share]
         share.n_queued += 1
@@ -181,7 +184,7 @@ class Waiting:
             self.paused.remove(request)
 
     def admitted(self, request: Request) -> None:
-        """Note that a request has got a slot, or ended without one. A second call for a request does nothing."""
+        """Note that a request has a slot, or ended without one. A second call for a request does nothing."""
         self._now = max(self._now, request.turn[1])
         caller, request.caller = request.caller, None
         if caller is None:
@@ -205,7 +208,7 @@ class Waiting:
         self.n_followers += 1
 
     def release(self, leader: Request) -> None:
-        """Make the followers ready whose cells the leader has computed; all of them if it computes nothing now."""
+        """Make ready the followers whose cells the leader has computed; all followers if it computes nothing now."""
         followers = self._followers.get(leader)
         if followers is None:
             return
@@ -235,7 +238,7 @@ _by_turn = attrgetter("turn")
 
 
 def _claim(requests: Iterable[Request]) -> Claim:
-    """Return the claim of a set with these requests."""
+    """Return the claim of a set of adapters with these requests."""
     priority, awaits_first, streams = -(2**31), False, False
     for request in requests:
         priority = max(priority, request.spec.priority)
@@ -252,10 +255,10 @@ class Running:
     """The requests with a slot, in five lists.
 
     They prefill, decode, wait for a token that is drawn later, are paused, or are among the ``others``: requests that
-    would prefill or decode, but with adapters that the current steps cannot have. The steps have ``adapters``, or those
-    that these carry (``turns.py``). An activated LoRA moves a request to ``others`` in the middle of its prompt.
+    would prefill or decode, but with adapters that the current steps cannot have. The steps have ``adapters``, or sets
+    that these carry (``turns.py``). An activated LoRA may move a request to ``others`` in the middle of its prompt.
 
-    ``n_moves`` counts additions and removals: while it stays the same, the same requests decode and prefill.
+    ``n_moves`` counts additions and removals: while it does not change, the same requests decode and prefill.
     """
 
     def __init__(self, carries: Carries | None = None) -> None:
@@ -288,12 +291,12 @@ class Running:
 
     @property
     def can_compute(self) -> bool:
-        """Whether any request has tokens to compute, with whichever adapters."""
+        """Whether any request has tokens to compute, whatever its adapters."""
         return bool(self.decoding or self.prefilling or self.others)
 
     @property
     def others_stream(self) -> bool:
-        """Whether a request with other adapters has a token already, so that its reader waits for the next."""
+        """Whether a request with other adapters already has a token, so its reader waits for the next."""
         return any(request.n_generated for requests in self.others.values() for request in requests)
 
     @property
@@ -303,7 +306,7 @@ class Running:
 
     @property
     def n_cells(self) -> int:
-        """The cells that these requests hold, or will hold when all of their tokens are computed."""
+        """The number of cells that these requests hold, or will hold when all their tokens are computed."""
         running = sum(len(r.tokens) for r in self.decoding) + sum(len(r.tokens) for r in self.prefilling)
         running += sum(len(r.tokens) for r in self.drawing)
         for requests in self.others.values():
@@ -342,13 +345,16 @@ class Running:
             self.prefilling.remove(request)
 
     def can_have(self, adapters: Hashable) -> bool:
-        """Return whether requests with these adapters can be part of the steps now."""
+        """Return whether the current steps can have requests with these adapters."""
         if adapters == self.adapters:
             return True
         return self._carries is not None and self._carries(self.adapters, adapters)
 
     def use(self, adapters: Hashable) -> None:
-        """Change the adapters of the next steps. Only requests with these adapters, or that they carry, take part."""
+        """Change the adapters of the next steps.
+
+        Only requests with these adapters, or with ones they carry, take part.
+        """
         requests = [*self.decoding, *self.prefilling]
         for others in self.others.values():
             requests += others
@@ -358,7 +364,7 @@ class Running:
             self.add(request)
 
     def carrier(self) -> Hashable:
-        """Return a set that every runnable request can share, or the current one."""
+        """Return a set of adapters that every runnable request can share, or the current one."""
         if self._carries is None or not self.others:
             return self.adapters
         sets = {request.adapters for request in (*self.decoding, *self.prefilling)}.union(self.others)
@@ -368,13 +374,13 @@ class Running:
         return self.adapters
 
     def carrier_of(self, adapters: Hashable) -> Hashable:
-        """Return a set that carries these adapters, so that others can join their steps, or these adapters."""
+        """Return a set that carries these adapters, so that others can join their steps, or the adapters themselves."""
         if self._carries is None or self._carries(adapters, adapters):
             return adapters
         return next((other for other in self.others if self._carries(other, adapters)), adapters)
 
     def claims(self) -> dict[Hashable, Claim]:
-        """Return the claims of all sets of adapters with requests that could compute."""
+        """Return the claims of all sets of adapters whose requests have tokens to compute."""
         claims = {adapters: _claim(requests) for adapters, requests in self.others.items()}
         if self.decoding or self.prefilling:
             claims[self.adapters] = _claim((*self.decoding, *self.prefilling))
@@ -387,23 +393,23 @@ class Running:
             self.add(request)
 
     def recompute(self, request: Request) -> None:
-        """Note that a request lost its cells: all of its tokens have to be computed again."""
+        """Note that a request lost its cells, so all its tokens must be computed again."""
         request.n_past = request.n_exact = 0
         if request.state is State.RUNNING and request not in self.drawing:
             self.take(request)
             self.add(request)
 
     def least(self) -> Request | None:
-        """Return the request to preempt first: the one that paused first, else the newest of the lowest priority.
+        """Return the request to preempt first: the first that paused, else the newest of the lowest priority.
 
-        None if there is only one.
+        Returns None if there is only one.
         """
         if len(self) < 2:
             return None
         return next(iter(self.paused)) if self.paused else self.newest_of_lowest()
 
     def newest_of_lowest(self) -> Request:
-        """Return the request that arrived last, of those with the lowest priority."""
+        """Return the last-arrived request among those with the lowest priority."""
         return max(self, key=lambda request: (-request.spec.priority, request.arrival))
 
     def check_integrity(self) -> None:

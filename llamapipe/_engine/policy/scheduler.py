@@ -1,25 +1,25 @@
-"""Which requests run, and what a sampled token does to a request.
+"""Decides which requests run, and what a sampled token does to a request.
 
 Open this file to change admission, preemption, or the end of a request.
 
 The principle: there is no prefill phase and no decode phase. A request is a list of tokens, and the first ``n_past`` of
 them are in KV cells. Every step computes some of the others. When a step has computed the last one, the request gets
-its next token. A new prompt, a prompt that was cut, a preempted request, a fork and a text that is scored differ only
-in how many of their tokens have no cell yet.
+its next token. A new prompt, a cut prompt, a preempted request, a fork and a scored text differ only in how many of
+their tokens have no cell yet.
 
 What follows from it:
 
-1. A request is in one list: of ``Waiting`` while it has no slot, of ``Running`` while it has one (``queues.py``).
-   ``State`` says which, and its transitions are in ``core.py``.
-2. Requests are admitted by their turns (``Waiting``). One gets a slot if a slot is free and the cells for all of its
-   tokens fit. It begins with the longest prefix that ``kv.py`` finds for it.
-3. No cells are reserved for tokens that do not exist yet, so cells may run out. Then parked cells are evicted first,
+1. A request is always in one list: in ``Waiting`` while it has no slot, in ``Running`` while it has one
+   (``queues.py``). Its ``State`` says which; ``core.py`` has the transitions.
+2. Requests are admitted in the order of their turns (``Waiting``). A request gets a slot if one is free and the cells
+   for all of its tokens fit. It begins with the longest prefix that ``kv.py`` finds for it.
+3. No cells are reserved for tokens that do not exist yet, so cells may run out. Then parked cells are evicted first;
    next the request that paused first is preempted, then the newest request of the lowest priority. A preempted request
    loses its slot and its cells, but not its tokens or its turn. Its cells are saved in host memory or computed again.
-   The last request that has cells is never preempted, so there is always one that progresses.
-4. Only ``commit`` moves ``n_past``. So a plan may be made while another one is in flight: it leaves out the requests of
-   that one. A request that leaves a step (it ended, or was preempted) has no ``batch_plan``, and what the step says of
-   it is ignored.
+   The last request that has cells is never preempted, so one request always progresses.
+4. Only ``commit`` moves ``n_past``. So a plan may be made while another one is in flight: it leaves out that plan's
+   requests. A request that leaves a step (because it ended or was preempted) has no ``batch_plan``, and the step's
+   result for it is ignored.
 5. Nothing here waits, looks at a clock or calls native code. The engine loop calls ``plan`` before a step, ``commit``
    after it, and the other methods between two steps. Pure policy.
 """
@@ -60,14 +60,15 @@ _CELLS_PER_GAP = 200
 class Scheduler:
     """The requests of one context.
 
-    Sequences of at most ``n_ctx`` positions each and ``n_cells`` in all, in the slots of ``cache``; ``n_batch`` tokens
-    in a step, of which llama.cpp computes ``n_ubatch`` at a time. For ``padding_token``, ``n_score_rows``,
-    ``prefill_cutoff`` and ``max_itl_s`` see BatchBuilder, for ``overflow`` Overflow, for ``gate`` Gate.
+    Their sequences have at most ``n_ctx`` positions each and ``n_cells`` in total, in the slots of ``cache``. A step
+    has at most ``n_batch`` tokens, of which llama.cpp computes ``n_ubatch`` at a time. BatchBuilder describes
+    ``padding_token``, ``n_score_rows``, ``prefill_cutoff`` and ``max_itl_s``; for ``overflow`` see Overflow, for
+    ``gate`` Gate.
 
     ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
-    again. ``awaiting_end``: those with their last token whose samplers do not know yet whether the text is complete.
-    ``n_again``: tokens that were computed again after wrong guesses.
-    ``can_guess``: whether a sampler of the last step can guess what follows. ``drafts``: whether a draft model does.
+    again. ``awaiting_end``: requests that have their last token, but whose samplers do not know yet whether the text is
+    complete. ``n_again``: tokens that were computed again after wrong guesses. ``can_guess``: whether a sampler of the
+    last step can guess what follows. ``drafts``: whether a draft model does.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class Scheduler:
 
     @property
     def n_active(self) -> int:
-        """Requests in a slot."""
+        """The number of requests in a slot."""
         return len(self._running)
 
     @property
     def n_used_cells(self) -> int:
-        """The KV cells of requests that have a slot."""
+        """The number of KV cells of requests that have a slot."""
         return sum(request.n_past for request in self._running)
 
     @property
@@ -155,7 +156,7 @@ class Scheduler:
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be in flight. Decoding needs the tokens of the step before, scoring does not."""
+        """How many steps may be in flight. Decoding needs the tokens of the previous step; scoring does not."""
         builder = self.batch_builder
         # The cheap question first.
         if builder.depth <= builder.n_micro_batches or not self._running.only_scores:
@@ -172,11 +173,11 @@ class Scheduler:
         return dequeued
 
     def set_depth(self, depth: int) -> None:
-        """Set how many steps of scores may be in flight. Call it before the first step."""
+        """Set how many scoring steps may be in flight. Call it before the first step."""
         self.batch_builder.depth = depth
 
     def split_decoding(self, n_micro_batches: int) -> None:
-        """Split the decoding requests into so many parts, each a step, from the next step on."""
+        """Split the decoding requests into this many parts, each a separate step, from the next step on."""
         self.batch_builder.n_micro_batches = n_micro_batches
 
     # ---- events
@@ -188,7 +189,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Give a new request the sequence of a resumable one that is not running; it will find its cells."""
+        """Give a new request the sequence of a resumable one that is not running, and whose cells it will find."""
         child.tokens = parent.tokens.copy()
         child.dropped = parent.dropped.copy()
         child.n_kept = parent.n_kept
@@ -198,7 +199,7 @@ class Scheduler:
         self.cache.learn(parent)
 
     def prepared(self, request: Request) -> None:
-        """Note that the images and sounds of a request are encoded, or its prefix was read, so it may get a slot."""
+        """Note that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
             self._waiting.remove(request)
@@ -245,7 +246,7 @@ class Scheduler:
         request.n_generated = 0
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request and free its slot. A resumable request keeps slot and cells, unless it is cancelled."""
+        """End a request and free its slot. A resumable request keeps its slot and cells unless it is cancelled."""
         if request.state is State.FINISHED:
             return
         request.finish_reason = reason
@@ -268,9 +269,9 @@ class Scheduler:
         request.move(State.FINISHED)
 
     def stop(self, request: Request, n_after: int = 0) -> None:
-        """End a request whose text completed a stop string, also if its last token had ended it already.
+        """End a request whose text completed a stop string, even if its last token had already ended it.
 
-        ``n_after``: tokens of the sequence after that string, which are dropped.
+        ``n_after``: the number of tokens after that string, which are dropped.
         """
         if n_after:
             del request.tokens[-n_after:]
@@ -314,15 +315,15 @@ class Scheduler:
             self._waiting.add_ready(request)
 
     def lend(self, request: Request, lateness: float) -> bool:
-        """Give the slot of a request whose token is late to one that waits. The request returns with its token.
+        """Lend the slot of a request whose token is late to one that waits. The request returns with its token.
 
-        The request may then wait for a slot as long as another answer takes, so within a share its grace period doubles
-        each time. Otherwise a constraint that takes long for every token would wait before each of them. If the waiting
-        request has been late, too, the grace period is at most twice that of the waiting one. There is no grace period
-        if the waiting request belongs to another share, or has never lent its slot while those that did hold more than
-        half of the slots. ``lateness``: how long its tokens have taken, 1 for what is late the first time.
+        The request may then wait for a slot as long as another answer takes, so its grace period doubles each time
+        within a share. Otherwise a request with a slow constraint would wait before every token. If the waiting request
+        has also been late, the grace period is at most twice that of the waiting request. There is no grace period if
+        the waiting request belongs to another share, or if it has never lent its slot while requests that did hold more
+        than half of the slots. ``lateness``: how long its tokens have taken, where 1 counts as late the first time.
 
-        Returns whether there is such a slot and a request to lend it to.
+        Returns whether the slot was lent.
         """
         waiting = self._waiting
         if len(self.cache.free) >= len(waiting.queued) or request not in self._running.drawing:
@@ -339,11 +340,11 @@ class Scheduler:
     # ---- steps
     @property
     def may_draft(self) -> bool:
-        """Whether ``plan`` may take long because a draft model computes."""
+        """Whether ``plan`` may take long because a draft model has to compute."""
         return self.gate.considers_drafts and bool(self._running.decoding) and not self._running.prefilling
 
     def plan(self) -> BatchPlan | None:
-        """Plan the next step. None if nothing can be computed now."""
+        """Plan the next step. Return None if nothing can be computed now."""
         if self._waiting.queued:
             self._admit()
         running = self._running
@@ -376,7 +377,7 @@ class Scheduler:
         return plan if plan.tokens else None  # none: all requests are in steps in flight
 
     def _choose_adapters(self) -> bool:
-        """Change the adapters if it is the turn of others. False: the steps in flight must be committed first."""
+        """Change the adapters if it is the turn of others. Return False if steps in flight must be committed first."""
         running = self._running
         chosen = running.carrier()
         if running.others and chosen == running.adapters:
@@ -403,7 +404,7 @@ class Scheduler:
         return True
 
     def _assign_adapters(self, plan: BatchPlan) -> None:
-        """Give the slots of a plan the adapters of their requests, and take those of ended ones away."""
+        """Give the slots of a plan the adapters of their requests, and remove those of ended requests."""
         for slot in [slot for slot in self._assigned if slot in self.cache.free]:
             if self._assigned.pop(slot) is not None:
                 self.cache.memory_ops.append(AssignAdapters(slot, None))
@@ -476,7 +477,7 @@ class Scheduler:
         return chosen
 
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Record a step: its KV cells, and the token of each of ``plan.requests`` (or a NoToken).
+        """Record a step: its KV cells, and for each of ``plan.requests`` a token or a NoToken.
 
         Returns the requests that are still part of the step, with their tokens.
         """
@@ -524,7 +525,7 @@ class Scheduler:
         return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
     def _commit_guesses(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Commit a step with guessed tokens: each row that was drawn from follows a right token."""
+        """Commit a step with guessed tokens. Each row that was drawn from follows a right token."""
         taken: list[tuple[Request, int]] = []
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
@@ -571,7 +572,7 @@ class Scheduler:
         return taken
 
     def drawn(self, request: Request, token: int) -> None:
-        """Record a token that was drawn after its step (or a NoToken), for a request that ``is_drawing``."""
+        """Record a token (or a NoToken) that was drawn after its step, for a request that ``is_drawing``."""
         request.is_drawing = False
         if token == NoToken.SETTLED:
             self.finish(
@@ -639,7 +640,7 @@ class Scheduler:
         return True
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """Learn the time of a step, from its launch to its tokens."""
+        """Learn the time of a step, from its launch until its tokens were sampled."""
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
             return  # it says little about others
@@ -662,7 +663,7 @@ class Scheduler:
         self.cache.truncate(request, n_kept)
 
     def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
-        """End the requests of a step that failed, and no others. Return them."""
+        """End only the requests of a step that failed. Return them."""
         requests = self.drop(plan)
         for request in requests:
             self.fail(request, error)
@@ -675,7 +676,7 @@ class Scheduler:
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def cells_changed(self, changes: CellChanges) -> bool:
-        """Note the outcome of ``cache.memory_ops``. False if a sequence lost its cells: it is computed again."""
+        """Note the outcome of ``cache.memory_ops``. Return False if a sequence lost its cells and is computed again."""
         for key, n_bytes in changes.saved:
             self.cache.saved(key, n_bytes)
         lost = set(changes.lost)
@@ -693,7 +694,7 @@ class Scheduler:
         return not lost
 
     def free_cells_after(self, plan: BatchPlan) -> bool:
-        """Discard a step that found no cells and free some. False if only one request has any."""
+        """Discard a step that found no free cells, and free some. Return False if only one request has cells."""
         self.drop(plan)
         if self.cache.n_parked_cells:
             self.cache.evict(0)
@@ -706,7 +707,7 @@ class Scheduler:
 
     # ---- slots and cells
     def _count_gaps(self, plan: BatchPlan) -> None:
-        """Count what gaps between the slots of decoding requests cost; padded or not."""
+        """Count the cost of gaps, padded or not, between the slots of decoding requests."""
         if plan.n_decode and self.batch_builder.n_micro_batches == 1:
             first, last = plan.seq_ids[0], self._running.decoding[-1].slot
             n = last - first + 1 - plan.n_decode
@@ -715,7 +716,7 @@ class Scheduler:
             self._n_gaps = self._n_gaps + n if n else 0
 
     def _close_gaps(self) -> None:
-        """Move decoding requests to neighbouring slots, when the gaps have cost about as much as that."""
+        """Move decoding requests to neighbouring slots once the gaps have cost about as much as the move."""
         running, cache = self._running, self.cache
         decoding = running.decoding
         if (
@@ -746,7 +747,7 @@ class Scheduler:
             running.add(request)
 
     def _preempt_least(self) -> Request | None:
-        """Preempt the request that paused first, else the newest. None if only one has a slot."""
+        """Preempt the request that paused first, else the newest. Return None if only one has a slot."""
         least = self._running.least()
         if least is not None:
             self.preempt(least)
@@ -790,7 +791,7 @@ class Scheduler:
             self._running.add(request)
 
     def _preempt_below(self, request: Request) -> bool:
-        """Preempt a request of a lower priority than this one. False if there is none."""
+        """Preempt a request with a lower priority than this one. Return False if there is none."""
         if request.spec.priority <= self._lowest_priority or not len(self._running):
             return False
         least = self._running.newest_of_lowest()
@@ -816,7 +817,7 @@ class Scheduler:
     def n_cells_by_slot(self) -> dict[int, int]:
         """Return the number of cells in each slot, once all memory operations are done and no step is in flight.
 
-        Without those that have more because their state could not go back.
+        Slots that have more cells because their state could not go back are left out.
         """
         parked, cells = self.cache.parked, dict.fromkeys(range(self.cache.n_slots), 0)
         cells |= {slot: parked[slot].n for slot in parked}

@@ -1,10 +1,10 @@
-"""Scores of a request's own tokens: which rows are wanted, for which tokens, and the scores so far.
+"""Scores of a request's own tokens: which rows are wanted for which tokens, and the scores so far.
 
 Open this file to change what ``Engine.score`` or ``prompt_logprobs`` computes.
 
 The principle: the row of a position has the log-probabilities of the next token. The wanted positions are always
-consecutive and end with the tokens to compute. So one number, ``wanted_from``, says which of them are still missing,
-also after a preemption. Pure policy.
+consecutive and end with the tokens to compute. So one number, ``wanted_from``, says which positions are still missing,
+even after a preemption. Pure policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenScore(NamedTuple):
 class LogprobTargets:
     """The positions of a sequence whose rows are wanted: from ``wanted_from`` to ``wanted_to``, exclusive.
 
-    ``n_top``: the number of most probable tokens that is wanted with each score.
+    ``n_top``: how many of the most probable tokens each score includes.
     """
 
     def __init__(self, wanted_from: int, wanted_to: int, n_top: int) -> None:
@@ -46,11 +46,11 @@ class LogprobTargets:
 
     @property
     def n_shared(self) -> int:
-        """Tokens that the next texts begin with as well; 0: none follow."""
+        """The number of tokens that the following texts also begin with; 0 if no text follows."""
         return 0
 
     def following(self) -> tuple[list[int], int] | None:
-        """Return the tokens to score after all wanted positions, and how many are in KV cells. None at the end."""
+        """Return the tokens to score after all wanted positions, and how many have KV cells. None at the end."""
         return None
 
 
@@ -75,7 +75,8 @@ class PromptTargets(LogprobTargets):
 class ContinuationTargets(LogprobTargets):
     """Continuations of one context. The context is computed once; each continuation is computed after it and removed.
 
-    The context's last row scores the first tokens of all continuations, so those of a single token cost nothing more.
+    The context's last row scores the first tokens of all continuations, so continuations of one token cost nothing
+    more.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ContinuationTargets(LogprobTargets):
         return self._context + (self._continuations[self._now][:-1] if self._now >= 0 else [])
 
     def targets(self, position: int) -> list[int]:
-        """Return every continuation's first token at the context's last position, later the current one's next."""
+        """Return every continuation's first token at the context's last position; later, the current one's next."""
         i = position - len(self._context) + 1
         if i == 0:
             return [c[0] for c in self._continuations]

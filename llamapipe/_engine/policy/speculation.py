@@ -1,29 +1,31 @@
-"""How many guessed tokens a step computes.
+"""Chooses how many guessed tokens a step computes.
 
 Open this file to change where guesses come from, or when they are worth a step's time.
 
 The principle: a step may compute tokens that nobody has sampled yet. The request's sampler guesses which tokens follow
 its last one, and the step has all of them as rows, each with an output. After the step the request's own sampler draws
-from these rows in order. While it draws the guessed token, the next row is the right one to draw from; at the first
-other token the rest is thrown away, and ``Scheduler.commit`` removes its cells. So every token is drawn from the same
-logits with the same uniform number as without guesses: they change how many steps a text takes, and not the text.
+from these rows in order. As long as it draws the guessed token, it continues with the next row; at the first other
+token the rest is discarded, and ``Scheduler.commit`` removes its cells. So every token is drawn from the same logits
+with the same uniform number as without guesses: guesses change the number of steps of a text, not the text.
 
 Where guesses come from (``Sampler.guess``), the surest first:
 
-1. A constraint: text that every continuation has, such as the keys of a JSON object. The tokenization is guessed, the
-text is certain. 2. ``SamplingParams.prediction``: the text that the caller expects. 3. The request's own prompt and
-output: what followed the last three tokens before. Never the texts of others: response times would reveal them. 4. A
-draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are made only when their
-number is chosen.
+1. A constraint: text that every continuation has, such as the keys of a JSON object. The text is certain; only its
+   tokenization is a guess.
+2. ``SamplingParams.prediction``: the text that the caller expects.
+3. The request's own prompt and output: what followed the last three tokens earlier. The texts of others are never used,
+   because response times would reveal them.
+4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). It makes tokens only once their
+   number is chosen.
 
 Cells of wrong guesses are removed. A recurrent state cannot go back. So either llama.cpp keeps the states after each of
 the last tokens (``Gate.keeps_states``), which makes every step slower, or the state before the guesses is copied
-(``Gate.copies_states``): after a wrong guess the sequence returns to it, and computes the right ones again with the
-token after them.
+(``Gate.copies_states``): after a wrong guess the sequence returns to the copy, and computes the right guesses again
+with the token after them.
 
-A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It takes the number of guessed
+A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It chooses the number of guessed
 tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
-decode: prompts use a step better. Pure policy.
+decode, since prompts use a step better. Pure policy.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Guess(NamedTuple):
     """The tokens that may follow a request's last one, and the share of such guesses that were right.
 
     ``is_draft``: the tokens are still to be drafted, and only their number counts. ``sure``: the share of drafted
-    tokens that become rows, because the draft is sure enough of them; ``share`` is of those.
+    tokens that become rows, because the draft is sure enough of them; ``share`` counts only these.
     """
 
     request: Request
@@ -67,10 +69,10 @@ class Guess(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What a step's tokens are worth, for a draft that has to end where the next one is not.
+    """The worth of a step's tokens, for a draft that must end where the next token is not worth computing.
 
     ``rate``: tokens a second that are expected with the draft. ``row_s``: seconds of each further row of the step. So a
-    token pays as a row if its chance is more than ``rate`` times ``row_s``. Both are 0 where every token pays.
+    token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
     """
 
     rate: float = 0.0
@@ -78,7 +80,10 @@ class Worth(NamedTuple):
 
 
 class Mean:
-    """A mean of what was seen, in which the newest of ``n_most`` counts most. It begins as ``n`` times ``mean``."""
+    """A running mean over about ``n_most`` values, the newest of which counts most.
+
+    It begins as ``n`` times ``mean``.
+    """
 
     __slots__ = ("_n_most", "mean", "n")
 
@@ -86,7 +91,7 @@ class Mean:
         self.mean, self.n, self._n_most = mean, n, n_most
 
     def observe(self, value: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self.n = min(self.n + 1, self._n_most)
         self.mean += (value - self.mean) / self.n
 
@@ -95,26 +100,27 @@ EVERY = Worth()
 
 
 class Drafter(Protocol):
-    """A source of guesses whose tokens take time to make. The engine thread."""
+    """A source of guesses whose tokens take time to make. For the engine thread."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """Return the seconds that ``draft`` will take."""
+        """Return the expected seconds of ``draft``."""
 
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> Mapping[Request, Sequence[int]]:
-        """Return the drafted tokens of each request: at most the chosen number, or none. Never raises."""
+        """Return the drafted tokens of each request, at most the chosen number, perhaps none. Never raises."""
 
     def close(self) -> None:
         """Free its resources."""
 
 
 class StepTimes:
-    """The seconds of a step by its number of tokens, smoothed.
+    """The smoothed seconds of a step, by its number of tokens.
 
-    The first step of a number may be slow because its graph is new. So it counts half, and the next two count as much.
-    ``least_part``: the part of the time of the smallest number that is known which any smaller one takes at least.
+    The first step with a number of tokens may be slow because its graph is new. So it counts half, and the next two
+    count as much. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time
+    of that one.
     """
 
     def __init__(self, least_part: float = _LEAST_PART) -> None:
@@ -163,12 +169,12 @@ class StepTimes:
 
 
 def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
-    """Return how many guessed tokens each request may have in a step, if kept states take back wrong ones.
+    """Return how many guessed tokens each request may have in a step, if kept states undo wrong guesses.
 
-    llama.cpp computes rows of several sequences together only if they are as many and the sequences' numbers follow
-    each other. Before each such ubatch it moves states, so that those of its sequences lie side by side, but it leaves
-    behind what it keeps to go back. So no ubatch of several sequences may follow one with guesses: all guesses are one
-    ubatch, or only the last two requests have some.
+    llama.cpp computes rows of several sequences together only if the sequences have equally many rows and consecutive
+    numbers. Before each such ubatch it moves the states of its sequences side by side, but not the states kept for
+    going back. So no ubatch of several sequences may follow one with guesses: all guesses are in one ubatch, or only
+    the last two requests have some.
     """
     n, first = len(slots), slots[0]
     if n <= 2:
@@ -179,15 +185,15 @@ def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
 
 
 class Gate:
-    """Chooses how many guessed tokens a step computes. Counts them.
+    """Chooses how many guessed tokens a step computes, and counts them.
 
-    ``n_most``: most guessed tokens of a step; 0: none ever. ``splits``: tokens of one sequence beyond those that the
-    others have are a ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes the tokens of drafts.
-    ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another ubatch takes the
-    cells that the window has left because of them. So all guesses of a step have as many tokens, which makes them one
-    ubatch, and none is made while another step may be in flight. ``keeps_states``: kept states take wrong guesses back
-    (see ``undisturbed``). ``copies_states``: copies of the states before them do. ``n_longest``: most guessed tokens of
-    a request.
+    ``n_most``: maximum guessed tokens of a step; 0: never any. ``splits``: if one sequence has more tokens than the
+    others, the extra tokens are a separate ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes
+    the tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before
+    another ubatch takes the cells that the window has left because of them. So all guesses of a step have equally many
+    tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
+    states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
+    ``n_longest``: maximum guessed tokens of a request.
     """
 
     def __init__(
@@ -229,7 +235,7 @@ class Gate:
         return self.drafter is not None and self._n_paused >= self._pause
 
     def next_drafter(self) -> Drafter | None:
-        """Return the drafter for the next decision, if that is about drafts."""
+        """Return the drafter if the next decision is also about drafts."""
         if self.considers_drafts:
             self._n_paused = 0
             return self.drafter
@@ -291,7 +297,7 @@ class Gate:
         return {request: tokens[request][:n] for request, n in best.items()}
 
     def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
-        """Return whether the step is several passes, because its sequences have different numbers of tokens."""
+        """Return whether the step takes several passes because its sequences have different numbers of tokens."""
         return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
 
     def _seconds(self, n_decoding: int, chosen: Mapping[Request, int], n_rows: float | None = None) -> float:
@@ -308,7 +314,7 @@ class Gate:
     def _return_seconds(
         self, n_decoding: int, guesses: Sequence[Guess], chosen: Mapping[Request, int]
     ) -> float:
-        """Return the expected seconds for copies of states, and for returning to them after wrong guesses."""
+        """Return the expected seconds for copying states, and for returning to them after wrong guesses."""
         seconds = 0.0
         for guess in guesses:
             n = chosen.get(guess.request, 0)
@@ -325,7 +331,7 @@ class Gate:
         return seconds
 
     def observe_copies(self, n: int, seconds: float) -> None:
-        """Learn from the time in which ``n`` states were copied."""
+        """Learn the time that copying ``n`` states took."""
         each_s = seconds / n
         if not self._has_copied:  # into new memory, whose pages take longer than the copy
             self._has_copied = True
@@ -349,7 +355,7 @@ class Gate:
 def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float, float]:
     """Cut each guess to ``length`` tokens at most.
 
-    Return the numbers, and how many are expected to be right, and to become rows.
+    Return the numbers, and how many tokens are expected to be right and to become rows.
     """
     chosen: dict[Request, int] = {}
     n_expected = n_rows = 0.0

@@ -1,22 +1,23 @@
-"""Which adapters the next step computes with.
+"""Chooses the adapters of the next step.
 
 Open this file to change how requests with different adapters share a context.
 
-The principle: llama.cpp computes a step with one set of adapters. After a change it plans its graphs anew, which takes
-about as long as a small step. So sets take turns, and the requests of the other sets keep their slots and skip steps.
+The principle: llama.cpp computes a step with one set of adapters. After a change it plans its graphs again, which takes
+about as long as a small step. So sets take turns; the requests of the other sets keep their slots and skip steps.
 
 How long a set stays: until its steps have taken ``_WORTH`` times as long as a change, which is measured. So changes
-take at most one part in ``_WORTH + 1`` of the time. It stays no longer, because the streams of the others pause in the
-meantime. If there is a limit on that (``max_itl_s``), the turns of a round fit in it.
+take at most one part in ``_WORTH + 1`` of the time. The set stays no longer, because the streams of other sets pause
+during its turn. If their pauses are limited (``max_itl_s``), the turns of a round fit in the limit.
 
-Which set is next: the one with a request of the highest priority. Among equals a set with a request that has no token
-yet comes first, then the one that has waited longest. A set that has waited a whole round comes before both.
+Which set is next: the set with the request of the highest priority. Among equal priorities, a set with a request that
+has no token yet comes first, then the set that has waited longest. A set that has waited a whole round comes before
+both.
 
 When a set is interrupted:
 
 - A set with a higher priority takes over after the step.
 - So does a set with a request without any token, if the current set has no such request and its steps have taken
-  ``_WORTH_FIRST`` times as long as a change. Otherwise the first token of the last of k sets would take k - 1 whole
+  ``_WORTH_FIRST`` times as long as a change. Otherwise the first token of the last of k sets would wait for k - 1 whole
   turns. The interrupted set keeps its place: its waiting time counts from the start of its turn.
 - A set with a lower priority gets a step when it has waited ``_PATIENCE`` rounds, so that no set starves.
 
@@ -24,15 +25,16 @@ With the limit, a stream that would wait too long if another step came first com
 prompts: if the prompts of k sets came one after another, the stream of the first would wait for k - 1 of them. A prompt
 yields to streams for at most ``_PATIENCE_FIRST`` times the limit, so it cannot starve.
 
-Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then a
-set is the carrier of the steps: they can have all requests whose LoRAs change no further matrices, and those of the
-model alone. If a set carries all that could compute, it is taken at once, and nobody waits. Turns are left for control
-vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is dropped when steps
-without adapters have taken ``_WORTH`` times as long as a change.
+Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then one
+set is the carrier of the steps: they can have all requests whose LoRAs change only matrices of the carrier, and those
+without adapters. If a set carries all requests that could compute, it is chosen at once, and nobody waits. Turns remain
+for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is dropped when
+steps without adapters have taken ``_WORTH`` times as long as a change.
 
-A context for each set would need no changes, but would divide KV cells and buffers; two engines over one model do that.
+A context for each set would need no changes, but would divide KV cells and buffers; for that, use two engines over one
+model.
 
-All times are those of the observed steps. Pure policy.
+All times are measured on the observed steps. Pure policy.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ _KEPT = 0.7  # weight of the measurements so far at the next one
 
 
 class Claim(NamedTuple):
-    """The claim of a set on the next step.
+    """The claim of a set of adapters to the next step.
 
-    ``priority``: the highest of its requests. ``awaits_first``: a request has no token yet. ``streams``: one has some.
+    ``priority``: the highest of its requests. ``awaits_first``: a request has no token yet. ``streams``: a request has
+    some.
     """
 
     priority: int = 0
@@ -157,11 +160,11 @@ class SetTurns:
         return latest
 
     def _waited_s(self, other: Hashable) -> float:
-        """Return how long a set has waited for its turn."""
+        """Return the seconds that a set has waited for its turn."""
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
-        """Return whether no request of the current steps uses adapters, nor has for as long as a change is worth."""
+        """Return whether no request of the current steps uses adapters, or has for as long as a change is worth."""
         if is_used:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s
@@ -172,7 +175,7 @@ class SetTurns:
         self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0
 
     def observe(self, n_tokens: int, only_decodes: bool, seconds: float) -> bool:
-        """Learn the time of a step. Return whether it was the first after a change, which takes longer."""
+        """Learn the time of a step. Return whether it was the first step after a change, which takes longer."""
         is_first = self._n_steps == 0 and self.n_changes > 0
         self._now_s += seconds
         self._spent_s += seconds

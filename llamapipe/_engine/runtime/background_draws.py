@@ -1,10 +1,10 @@
-"""The draws of a step that work threads make, and how long the engine thread waits for them.
+"""Draws of a step that work threads make, and how long the engine thread waits for them.
 
-Open this file to change the patience of a step with slow samplers.
+Open this file to change how long a step waits for slow samplers.
 
-The principle: one slow request never holds up the others. The engine thread waits for about half a step, and not for
-samplers whose last draw took longer. A token that is not there in time is ``NoToken.LATER``: its request skips steps,
-and ``take`` returns the token when it has arrived.
+The principle: one slow request never holds up the others. The engine thread waits for about half a step, and not at all
+for samplers whose last draw took longer. A token that is late is ``NoToken.LATER``: its request skips steps, and
+``take`` returns the token once it arrives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Drawn = tuple[BackgroundSampler, int, int]  # with the number of the draw, and t
 
 
 class BackgroundDraws:
-    """The draws of one executor that other threads make. Methods are for the engine thread.
+    """The draws of one executor made by other threads. Methods are for the engine thread.
 
     ``notify``: called in any thread when ``take`` has a token.
     """
@@ -61,11 +61,11 @@ class BackgroundDraws:
         patience_s: float,
         guessed: Sequence[int] = (),
     ) -> list[int]:
-        """Draw a token or NoToken for each row. Begin draws that may take long, make the others, and wait a moment.
+        """Draw a token or NoToken for each row: begin the slow draws, make the others, then wait a moment.
 
-        ``copied``: a copy of a row's logits. ``draw_native``: draws from rows whose samplers need no Python.
-        ``patience_s``: longest wait. Samplers whose last draw took longer are not waited for. ``guessed``: as
-        ``Executor.sample`` has it.
+        ``copied``: returns a copy of a row's logits. ``draw_native``: draws from rows whose samplers need no Python.
+        ``patience_s``: the longest wait; samplers whose last draw took longer are not waited for. ``guessed``: as in
+        ``Executor.sample``.
         """
         drawn: list[int] = [NoToken.NOT_DRAWN] * len(rows)
         at_once: list[int] = []
@@ -124,14 +124,14 @@ class BackgroundDraws:
         pending: dict[tuple[BackgroundSampler, int], int],
         continues: bool = False,
     ) -> None:
-        """Begin to draw, in other threads, from the rows of a sampler at these places."""
+        """Begin to draw in other threads, from the rows of a sampler at these places."""
         copies = [copied(rows[i]) for i in places]
         expected = [guessed[i] if guessed else -1 for i in places]
         numbers = sampler.draw(copies, expected, self._put, continues)
         pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
     def _await_looks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
-        """Wait a moment for what may follow: with that, the next step may take several tokens."""
+        """Wait a moment for the possible continuations: with them, the next step may take several tokens."""
         deadline_s = perf_counter() + patience_s
         with suppress(Empty):
             while not all(sampler.has_looked for sampler in samplers):
@@ -146,7 +146,7 @@ class BackgroundDraws:
         self._looked.put(None)
 
     def _put(self, sampler: BackgroundSampler, number: int, token: int) -> None:
-        """Add a token. Threads of samplers."""
+        """Add a token. For the threads of samplers."""
         self._tokens.put((sampler, number, token))
         if self._n_late:
             self.notify()
@@ -158,7 +158,10 @@ class BackgroundDraws:
         patience_s: float,
         guessed: Sequence[int],
     ) -> None:
-        """Move the tokens that arrive in time from ``pending`` to ``drawn``. At most one of a sampler stays there."""
+        """Move the tokens that arrive in time from ``pending`` to ``drawn``.
+
+        At most one of each sampler stays pending.
+        """
         deadline_s = perf_counter() + patience_s
         while any(sampler.draw_s <= patience_s for sampler, _ in pending):
             left_s = deadline_s - perf_counter()
@@ -184,7 +187,7 @@ class BackgroundDraws:
         drawn: list[int],
         guessed: Sequence[int],
     ) -> bool:
-        """Use a token of this step, or keep one of an earlier step. Return whether it was of this step."""
+        """Use a token of this step, or keep one of an earlier step. Return whether it belongs to this step."""
         sampler, number, token_id = token
         i = pending.pop((sampler, number), None)
         if i is None:
@@ -206,6 +209,6 @@ class BackgroundDraws:
         return taken
 
     def await_end_state(self, sampler: BackgroundSampler) -> None:
-        """Make ``take`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
+        """Have ``take`` return this sampler with ``NoToken.SETTLED`` once its end state is known."""
         self._n_late += 1
         sampler.await_end_state(self._put)

@@ -1,10 +1,10 @@
 """A sampler whose draws may take long, because it has a constraint or a logits processor.
 
-Open this file to change what such a sampler computes ahead, or how its draws are divided into jobs.
+Open this file to change what such a sampler computes in advance, or how its draws are divided into jobs.
 
-The principle: the engine thread adds jobs, and the work threads (``llamapipe/work/threads.py``) run the jobs of one
-sampler one after the other, in order. Only jobs touch the chain, except while there are none: then ``is_busy`` is false
-and the engine thread may use it. Neither side ever blocks on a lock.
+The principle: the engine thread adds jobs, and the work threads (``llamapipe/work/threads.py``) run the jobs of a
+sampler one at a time, in order. Only jobs use the chain. When there are none, ``is_busy`` is false and the engine
+thread may use it. Neither side ever blocks on a lock.
 
 ``background_draws.py`` says how long a step waits for these samplers.
 """
@@ -34,7 +34,7 @@ PutToken = Callable[["BackgroundSampler", int, int], object]
 
 
 class _Row(NamedTuple):
-    """A copy of a row to draw from, the number of that draw, and the token that is guessed to be drawn, or -1."""
+    """A copy of a row to draw from, the number of that draw, and the token expected from it, or -1."""
 
     number: int
     logits: npt.NDArray[np.float32]
@@ -42,9 +42,9 @@ class _Row(NamedTuple):
 
 
 class _Expected:
-    """Guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``.
+    """The guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``.
 
-    ``n_allowed``: no more of the tokens may follow; None: none of those with a mask is known to be forbidden.
+    ``n_allowed``: how many of the tokens may follow; None: no token with a mask is known to be forbidden.
     """
 
     __slots__ = ("masks", "n_allowed", "stopped", "tokens")
@@ -59,20 +59,20 @@ class _Expected:
 class BackgroundSampler:
     """Makes and uses a ``SamplerChain`` in ``FairThreads``. Methods are for the engine thread.
 
-    ``build``: makes the chain. ``budget``: limits its jobs' processor time, perhaps with other samplers'; None: no
-    limit. ``share``, ``is_python``: passed on with its jobs, see FairThreads. ``guesses``: it guesses which tokens
-    follow, first those of text that its guide forces.
+    ``build``: makes the chain. ``budget``: limits the processor time of its jobs, perhaps together with other samplers;
+    None: no limit. ``share``, ``is_python``: passed on with its jobs, see FairThreads. ``guesses``: whether it guesses
+    the tokens that follow, starting with text that its guide forces.
 
-    After each token the sampler first finds out what may follow, in a fraction of the time that a mask takes; the next
-    step waits a moment for that (``has_looked``). While the step is computed, the masks for its rows are: the tokens
-    before them are all that a mask needs. If the first mask is ready, the row is drawn from as any other
-    (``is_ready``), and so are the rows after it along a guess. If it is not, if there is none (GBNF), or a processor
-    wants the row, ``draw`` continues with copies of the rows, and other requests continue.
+    After each token the sampler first finds out what may follow, in a fraction of the time of a mask; the next step
+    waits a moment for this (``has_looked``). The masks for a step's rows are computed while the step is, because a mask
+    needs only the tokens before it. If the first mask is ready, the row is drawn from like any other (``is_ready``),
+    and so are the rows after it along a guess. If the mask is not ready, if there is none (GBNF), or if a processor
+    needs the row, ``draw`` works on copies of the rows while other requests continue.
 
-    ``is_forced``: the guess that was drawn along last was of forced text.
+    ``is_forced``: whether the last guess that was drawn along was forced text.
 
     ``finished``: no token may follow the accepted ones. ``error``: why nothing can be drawn any more. Both are known
-    when the jobs are done. ``draw_s``: how long the last ``draw`` took, waiting included.
+    once the jobs are done. ``draw_s``: how long the last ``draw`` took, including waits.
     """
 
     is_native = False
@@ -117,7 +117,7 @@ class BackgroundSampler:
 
     # ---- jobs
     def start(self, threads: FairThreads) -> None:
-        """Begin with the jobs so far. Later calls do nothing."""
+        """Begin the jobs added so far. Later calls do nothing."""
         if self._threads is None:
             self._threads = threads
             threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
@@ -129,10 +129,10 @@ class BackgroundSampler:
             self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
 
     def _run_jobs(self) -> None:
-        """Run jobs until there are none, unless another thread does. That one looks again after it let go.
+        """Run jobs until there are none, unless another thread does so. That thread looks again after it let go.
 
-        A mask is computed without the interpreter's lock, a token accepted with it, for 30 ms in bad grammars. So what
-        follows a long mask is left to a thread whose priority was not lowered: others wait for that lock.
+        Computing a mask releases the interpreter's lock; accepting a token holds it, for 30 ms in bad grammars. So jobs
+        after a long mask are left to a thread with normal priority, because others wait for that lock.
         """
         while self._jobs and self._turn.acquire(blocking=False):
             is_slowed, spent_s = False, 0.0
@@ -167,29 +167,29 @@ class BackgroundSampler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether jobs wait or run, apart from those for masks along a guess."""
+        """Whether jobs wait or run, except jobs for masks along a guess."""
         return self._n_done != self._n_added
 
     @property
     def has_looked(self) -> bool:
-        """Whether ``guess`` will tell no more until the next token."""
+        """Whether ``guess`` has its final answer until the next token."""
         return self._has_looked or not self.is_busy
 
     # ---- the chain
     @property
     def is_ready(self) -> bool:
-        """Whether the next token can be drawn from a native row at once: its mask is known."""
+        """Whether the next token can be drawn from a native row at once, because its mask is known."""
         chain = self._chain
         return not self.is_busy and chain is not None and chain.guide is not None and not chain.processors
 
     @property
     def handle(self) -> Any:
-        """The native sampler. Only after ``is_ready`` was true."""
+        """The native sampler. Use it only after ``is_ready`` was true."""
         assert self._chain is not None
         return self._chain.handle
 
     def ask(self) -> bool:
-        """Give the native sampler the mask of a sampler that is ready; False, with ``error`` set, if that fails."""
+        """Give the native sampler the mask that is ready. On failure, return False and set ``error``."""
         assert self._chain is not None
         self._noted = []
         if self._chain.ask_guide():
@@ -198,10 +198,10 @@ class BackgroundSampler:
         return False
 
     def expect(self, tokens: Sequence[int]) -> int:
-        """Begin with the masks of the rows after guessed tokens, unless they are known.
+        """Begin to compute the masks of the rows after guessed tokens, unless they are known.
 
-        Returns how many of the tokens may follow, as far as that is known by now. If the tokens come one by one, while
-        they are drafted, almost all of that is known. GBNF has no masks, but it is asked, too.
+        Returns how many of the tokens may follow, as far as that is known yet. If the tokens come one by one as they
+        are drafted, almost all of it is known. GBNF has no masks, but is also asked.
         """
         chain = self._chain
         if self._is_python or chain is None or (chain.guide is None and not chain.has_grammar):
@@ -220,18 +220,18 @@ class BackgroundSampler:
         return len(tokens) if expected.n_allowed is None else min(len(tokens), expected.n_allowed)
 
     def _allows(self, token: int) -> bool:
-        """Return whether a token may be the next one. Only while the sampler is ready: its mask is there then."""
+        """Return whether a token may be the next one. Call it only while the sampler is ready and so has its mask."""
         assert self._chain is not None and self._chain.guide is not None
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
     def took(self, *tokens: int) -> None:
-        """Note that these tokens were drawn from native rows, and begin with the next mask."""
+        """Note that these tokens were drawn from native rows, and begin to compute the next mask."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)
 
     def expects(self, guessed: Sequence[int]) -> bool:
-        """Return whether the masks along a guess are computed, or will soon be."""
+        """Return whether the masks along a guess are computed or soon will be."""
         expected = self._expected.tokens[: len(guessed)]
         return self.is_ready and self.error is None and expected == list(guessed)
 
@@ -243,7 +243,7 @@ class BackgroundSampler:
     ) -> list[int]:
         """Draw from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
 
-        Also ends before the first row whose mask is not there yet: ``draw`` may continue there.
+        Also ends before the first row whose mask is not ready, where ``draw`` may continue.
         """
         assert self._chain is not None
         self.is_forced = list(self._forced[: len(guessed) - 1]) == list(guessed[:-1])
@@ -278,10 +278,11 @@ class BackgroundSampler:
         drawn: PutToken,
         continues: bool = False,
     ) -> Sequence[int]:
-        """Begin to draw from rows of the caller's, after the jobs so far, until a token is not the guessed one.
+        """Begin to draw from the caller's rows, after the jobs so far, until a token is not the guessed one.
 
-        Returns a number for each row. ``drawn`` is called in another thread, with this sampler, the number, and the
-        token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: after ``draw_along``.
+        Returns a number for each row. ``drawn`` is called in another thread with this sampler, the number, and the
+        token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: this draw follows
+        ``draw_along``.
         """
         numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
         self.n_draws = numbers[-1]
@@ -307,7 +308,7 @@ class BackgroundSampler:
         return n
 
     def await_end_state(self, drawn: PutToken) -> int:
-        """Call ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, when ``finished`` is known."""
+        """Call ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, once ``finished`` is known."""
         self.n_draws += 1
         number = self.n_draws
         self._add(lambda: drawn(self, number, NoToken.SETTLED))
@@ -320,7 +321,7 @@ class BackgroundSampler:
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """Return the tokens of the text that its guide forces, or that its chain guesses, if that is known by now."""
+        """Return the tokens that its guide forces or that its chain guesses, if they are known yet."""
         if not self.guesses or not self.has_looked or self.error is not None or self._chain is None:
             return (), 0.0
         if self._forced:
@@ -330,7 +331,7 @@ class BackgroundSampler:
         return self._guessed[0][:n], self._guessed[1]
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
-        """Return the log-probabilities of the last draw, or of the ``i``-th token that it drew along a guess."""
+        """Return the log-probabilities of token ``i`` of the last draw, which drew several along a guess."""
         assert self._chain is not None
         return self._noted[i] if self._noted else self._chain.logprobs()
 
@@ -379,7 +380,7 @@ class BackgroundSampler:
             self.error = chain.error
 
     def _follow(self, expected: _Expected) -> None:
-        """Compute the masks along a guess. It is not counted as a job, and its time is not charged to the budget."""
+        """Compute the masks along a guess. This does not count as a job, and its time is not charged to the budget."""
         began_s, chain = thread_time(), self._chain
         try:
             if chain is None or expected.stopped or self._closing or self.error:
@@ -401,7 +402,7 @@ class BackgroundSampler:
                 self._budget.spent_s -= thread_time() - began_s
 
     def _look_ahead(self) -> None:
-        """Guess what follows: text that the guide forces, or what the chain guesses and a constraint allows."""
+        """Guess the next tokens: text that the guide forces, or a guess of the chain that the constraint allows."""
         chain = self._chain
         self._forced, self._guessed = (), ((), 0.0)
         if self.guesses and chain is not None and not self._closing and self.error is None:
@@ -418,7 +419,7 @@ class BackgroundSampler:
     def _allowed(
         self, chain: SamplerChain, tokens: Sequence[int], share: float
     ) -> tuple[Sequence[int], float]:
-        """Return the first tokens of a guess that may follow. The time for this is not charged to the budget."""
+        """Return the first tokens of a guess that may follow. The time is not charged to the budget."""
         if not tokens:
             return tokens, share
         began_s, guide = thread_time(), chain.guide
@@ -465,7 +466,7 @@ class BackgroundSampler:
 
     # ---- lifetime
     def close(self) -> None:
-        """Free the chain, after the job that runs."""
+        """Free the chain after the running job."""
         self._closing = True
         if self._threads is None or not self.is_busy:
             self._jobs.clear()

@@ -1,15 +1,15 @@
-"""How many threads compute.
+"""Chooses how many threads compute.
 
 Open this file to change how an engine gives way to other work on the machine.
 
-The principle: llama.cpp's threads wait for each other after every operation by spinning. So if other work takes one of
-their cores for a part D of the time, all of them stand still for about that part, and a step with n threads is as fast
-as 1 - D of what it would be. With one thread less no thread has to wait. Hence the rule: fewer threads as soon as the
-run delay says that others want the cores, more again when cores are idle.
+The principle: llama.cpp's threads spin after every operation until all are done. So if other work takes one of their
+cores for a fraction D of the time, all of them stand still for about that fraction, and a step with n threads runs at 1
+- D of its speed. With one thread fewer, no thread has to wait. Hence the rule: use fewer threads as soon as the run
+delay shows that others need the cores, and more again when cores are idle.
 
 ``RunDelayPolicy`` is that rule. ``StepTimePolicy`` replaces it where the OS does not report core usage. Both are pure.
 ``ThreadTuner`` reads the counters and applies what the policies decide, on the thread of the engine or the embedder. A
-change takes effect at the next decode, also where the pipeline has a separate launch thread.
+change takes effect at the next decode, even if the pipeline has a separate launch thread.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class RunDelayPolicy:
         return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads from now on, at once; more than before only when cores turn out to be idle."""
+        """Use at most ``n`` threads. A decrease takes effect at once, an increase only when cores are idle."""
         self.limit = max(n, 1)
         self._use(min(self.n, self.limit))
 
     def computed(self, now_s: float, seconds: float, delay_s: float) -> None:
-        """Learn that ``n`` threads computed for ``seconds`` and waited for cores for ``delay_s``, all together."""
+        """Learn that ``n`` threads computed for ``seconds`` and together waited for cores for ``delay_s``."""
         if self.n == 1:
             return
         tolerated = max(_TOLERATED / self.n, _NOISE * self.n) * seconds
@@ -115,13 +115,13 @@ _FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # between tries
 
 
 class StepTimePolicy:
-    """Decides from step times alone, where the OS does not report core usage.
+    """Decides from step times alone, for systems that do not report core usage.
 
-    A step is compared with the last ones of the same number of tokens. When they take far longer than they once did,
-    one thread less is tried at once; from time to time, one less or one more is tried in any case. A try lasts a few
-    like steps and is undone unless they were faster.
+    A step is compared with earlier steps of the same number of tokens. When steps take far longer than before, one
+    thread fewer is tried at once; from time to time, one fewer or one more is tried in any case. A try lasts for a few
+    similar steps and is undone unless they were faster.
 
-    Chooses ``n``, at most ``n_max`` and ``limit``, from the times of steps. Times are seconds of any clock.
+    It chooses ``n``, at most ``n_max`` and ``limit``. Times are seconds of any clock.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -140,7 +140,7 @@ class StepTimePolicy:
         return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads from now on, at once; more than before only by tries."""
+        """Use at most ``n`` threads. A decrease takes effect at once, an increase only through tries."""
         self.limit = max(n, 1)
         if self.n > self.limit:
             self._tried_from = None
@@ -197,7 +197,7 @@ class StepTimePolicy:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the median. Importing ``statistics`` for it would take some milliseconds."""
+    """Return the median. Importing ``statistics`` for this would take some milliseconds."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -225,7 +225,7 @@ class LoadCounters(Protocol):
     """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
 
     def watch(self, thread_ids: Iterable[int]) -> None:
-        """Read these threads from now on."""
+        """Read the counters of these threads from now on."""
 
     def run_and_delay_s(self) -> tuple[float, float]:
         """Return the seconds that the threads ran, and the seconds that they waited for a core."""
@@ -234,7 +234,7 @@ class LoadCounters(Protocol):
         """Return the seconds that the cores were idle."""
 
     def n_throttled(self) -> int:
-        """Return how many times the control group had used up its time."""
+        """Return how often the control group has used up its time."""
 
     def process_s(self) -> float:
         """Return the seconds that all threads of this process ran."""
@@ -244,11 +244,11 @@ class LoadCounters(Protocol):
 
 
 class ThreadTuner:
-    """Keeps the number of a context's threads right while the load of the machine changes.
+    """Adjusts the number of a context's threads as the load of the machine changes.
 
-    ``member``: its share of the process's threads; ``begin`` has to be called before a launch if it is not computing.
-    ``load``: where the system tells its load; without it step times are compared. ``is_fixed``: the number stays as it
-    is, and only counts for the other engines of the process, like any other.
+    ``member``: its share of the process's threads; if it is not computing, call ``begin`` before a launch. ``load``:
+    the system's load counters; without them step times are compared. ``is_fixed``: the number never changes, but counts
+    for the other engines of the process like any other.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class ThreadTuner:
         return self._threads.n_threads
 
     def begin(self) -> None:
-        """Take a share of the process's threads as work begins, and read which cores were idle until now."""
+        """Take a share of the process's threads as work begins, and read how idle the cores were until now."""
         now_s = self._computing_s = self._launched_s = perf_counter()
         self.member.enter()
         if self._by_delay is not None and self._load is not None:
@@ -319,7 +319,7 @@ class ThreadTuner:
             self._restart_cores(self._load, now_s)
 
     def launched(self, n_tokens: int) -> None:
-        """Note that a step of ``n_tokens`` was launched. Where launches compute, it is computed by now."""
+        """Note that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
         now_s = perf_counter()
         if self._by_time is not None:
             self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
@@ -353,7 +353,7 @@ class ThreadTuner:
             self._restart_cores(load, now_s)
 
     def _follow(self, now_s: float) -> None:
-        """Use the number of threads that the policy and the other engines leave."""
+        """Use the number of threads that the policy and the other engines allow."""
         policy = self._by_delay or self._by_time
         if policy is None:
             return
@@ -397,7 +397,7 @@ class ThreadTuner:
         self._cores_began_s = now_s
 
     def _record(self, now_s: float) -> None:
-        """Note a stretch of time with the same number of threads."""
+        """Record a period with the same number of threads."""
         if self._trace is not None and self._trace.on:
             n = self._threads.n_threads
             self._trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
@@ -407,9 +407,10 @@ class ThreadTuner:
 def make_tuner(
     context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool, trace: Trace | None = None
 ) -> ThreadTuner | None:
-    """Build the thread tuner for a context; None where a GPU computes, whose steps need few threads.
+    """Build the thread tuner for a context; None if a GPU computes, whose steps need few threads.
 
-    ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number.
+    ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number of
+    threads.
     """
     if on_gpu(context.model):
         return None

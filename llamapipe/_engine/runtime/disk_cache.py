@@ -1,20 +1,20 @@
-"""Cached sequences on disk: what was computed survives a restart, and what host memory has no room for is kept.
+"""Cached sequences on disk, which survive a restart and hold what does not fit in host memory.
 
 Open this file to change which files are written, read or deleted, or when; ``llamapipe.cache_file`` has their format.
 
-The principle: a file is one sequence, and it never changes. It is written under another name and renamed when it is
-whole, so a process that is killed leaves nothing that another one could read. Its name is a digest of its tokens and
-their key; its head has the key and a hash of each block of tokens, and the heads of all files are in a prefix tree.
-So a lookup takes time in the length of the prompt, and a collision costs a read: what was read goes into the prefix
-cache with its own tokens, which decides what a request may use.
+The principle: a file holds one sequence and never changes. It is written under another name and renamed when it is
+complete, so a killed process leaves nothing that others could read. Its name is a digest of its tokens and their key;
+its head has the key and a hash of each block of tokens, and the heads of all files are in a prefix tree. So the time of
+a lookup depends on the length of the prompt, and a hash collision costs only a read: a sequence enters the prefix cache
+with its own tokens, and that cache decides what a request may use.
 
-A folder has the files of everything that computes the same cells: model, adapters of the model, types, kernels. Other
-processes may use it at the same time. None of them changes a file, so they need no locks: a file that is gone was
-deleted by another one. The file that was used least recently goes first, whichever folder of the cache it is in. A disk
-that is nearly full counts as one whose limit is reached: the cache gives way to what cannot be computed again.
+Engines that compute the same cells (model, its adapters, types, kernels) share a folder. Other processes may use it at
+the same time. They never change a file, so they need no locks: a missing file was deleted by another process. The least
+recently used file is deleted first, whichever folder of the cache it is in. A nearly full disk counts as a reached
+limit: the cache gives way to files that cannot be computed again.
 
-Files are read and written by one thread, so a slow disk delays only the request that waits for a file, and that one
-only for ``PATIENCE_S``. Reads come first.
+Files are read and written by one thread, so a slow disk delays only a request that waits for a file, for ``PATIENCE_S``
+at most. Reads come first.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ _log = logging.getLogger("llamapipe")
 
 
 class CachedSequence(NamedTuple):
-    """A sequence to write, or one that was read. ``cells``: those of all ``tokens``; None if there are only states.
+    """A sequence to write, or one that was read. ``cells``: the cells of all ``tokens``; None if there are only states.
 
-    ``states``: saved states of beginnings, by their numbers of tokens. ``is_stale``: see Snapshot. Its holder closes
-    it.
+    ``states``: saved states of its prefixes, by number of tokens. ``is_stale``: see Snapshot. Its holder closes it.
     """
 
     tokens: list[int]
@@ -97,7 +96,7 @@ class CachedSequence(NamedTuple):
 
 
 class Entry:
-    """A file: ``n`` tokens, of which the cells are there (``has_cells``), and states at ``places``."""
+    """A file with ``n`` tokens, their cells (if ``has_cells``), and states at ``places``."""
 
     __slots__ = ("cache_key", "has_cells", "n", "name", "places", "tail")
 
@@ -114,14 +113,15 @@ class Entry:
 
 
 class DiskCache:
-    """The files of one engine's cells. ``folder``: the cache's; this engine's files are in a folder inside it.
+    """The files of one engine's cells. ``folder``: the folder of the cache; this engine's files are in a subfolder.
 
-    ``max_bytes``: the most bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: what else
-    they depend on, in any words. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up to any
-    of its tokens, not only at its end and at the places of its states. Raises ValueError for a folder that cannot be
-    used, or that others could write to.
+    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: any text
+    that names what else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up
+    to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder that
+    cannot be used, or that others could write to.
 
-    ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: by ``write_rest`` alone.
+    ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: only when the engine
+    ends.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class DiskCache:
 
     # ---- lookups: the engine thread
     def find(self, keys: Sequence[int], cache_key: Hashable, limit: int) -> tuple[int, Entry] | None:
-        """Return how many of the first ``limit`` cells a file has for these keys, and the file. None: too few."""
+        """Return how many of the first ``limit`` cells of these keys a file has, and the file; None if too few."""
         if limit < MIN_GAIN:
             return None
         hashes = hashes_of(keys, limit - limit % BLOCK)
@@ -208,7 +208,7 @@ class DiskCache:
         return max((place for place, tail in entry.places.items() if has(place, tail)), default=0)
 
     def read(self, entry: Entry, done: Callable[[CachedSequence | None], object]) -> None:
-        """Read a file in the thread, then call ``done`` with its sequence; None if it cannot be read."""
+        """Read a file in the thread, then call ``done`` with its sequence, or with None if it cannot be read."""
         self._put(self._reads, (entry, done))
 
     # ---- writing: the engine thread
@@ -218,7 +218,7 @@ class DiskCache:
         return self.writes == "always" and len(self._writes) < _MOST_WAITING and monotonic() >= self._retry_at
 
     def wants(self, keys: Sequence[int], cache_key: Hashable, at_end: bool = False) -> bool:
-        """Return whether writing a sequence would keep enough tokens that no file has.
+        """Return whether a sequence is worth writing: it has enough tokens that no file has.
 
         ``at_end``: it will not grow any more.
         """
@@ -231,20 +231,20 @@ class DiskCache:
         return n_new >= least and name_of(keys, cache_key) not in self._offered
 
     def write(self, sequence: CachedSequence) -> None:
-        """Write a sequence in the thread, which frees its memory."""
+        """Write a sequence in the thread, which then frees its memory."""
         if len(self._offered) > _MOST_OFFERED:
             self._offered.clear()
         self._offered.add(name_of(sequence.tokens, sequence.cache_key))
         self._put(self._writes, sequence)
 
     def begin_rest(self) -> None:
-        """Protect the files written from now on from each other: each was used less recently than those before."""
+        """Keep the files written from now on from displacing each other: each was used less recently than the last."""
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Wait until all is written, at most to a time of ``monotonic``. Return whether more may be.
+        """Wait until everything is written, at most until a time of ``monotonic``. Return whether more may be written.
 
-        So ``wants`` knows of all files, and what is written does not depend on the speed of the disk.
+        Then ``wants`` knows all files, and the choice of sequences does not depend on the speed of the disk.
         """
         with self._changed:
             while self._writes or self._written is not None:
@@ -254,7 +254,7 @@ class DiskCache:
 
     # ---- any thread
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Delete the files of the wanted keys, and drop what waits to be written. Raises OSError."""
+        """Delete the files of the selected keys, and drop sequences that wait to be written. Raises OSError."""
         with self._queues:  # not by the condition, which Ctrl-C could leave locked
             self._n_forgotten += 1
             self._offered.clear()
@@ -279,7 +279,7 @@ class DiskCache:
             raise failed
 
     def close(self, deadline: float | None = None) -> None:
-        """Write what waits, at most to a time of ``monotonic``, and end the thread."""
+        """Write the waiting sequences, at most until a time of ``monotonic``, and end the thread."""
         with self._changed:
             while deadline is not None and (self._writes or self._written is not None):
                 if not self._changed.wait(max(deadline - monotonic(), 0)):
@@ -328,7 +328,7 @@ class DiskCache:
                     self._scan()
 
     def _look_again(self) -> None:
-        """Let the thread look at what other processes have written, unless it has done so just now."""
+        """Let the thread look for files that other processes have written, unless it has just done so."""
         if 0 <= self._rescan_at <= monotonic():
             with self._changed:
                 self._rescan_at = -1.0
@@ -412,7 +412,7 @@ class DiskCache:
         return Entry(path.name, head)
 
     def _replaced_by(self, new: Entry, blocks: list[int], tokens: Sequence[int]) -> list[Entry]:
-        """Return the files of which a new one has all that could be used."""
+        """Return the files that a new one makes superfluous."""
         return [
             old
             for _, old in self._tree.prefixes(blocks, len(blocks), new.cache_key)
@@ -440,9 +440,10 @@ class DiskCache:
                 raise ValueError(f"cache_dir: {folder} {problem}; give a folder of your own, with mode 700")
 
     def _make_room(self, n_bytes: int) -> bool:
-        """Delete the files that were used least recently, of all folders, so that ``n_bytes`` more fit.
+        """Delete the least recently used files of all folders so that ``n_bytes`` more fit.
 
-        False: they would not, without some that are written at the end. Raises OSError if the disk has no room.
+        Returns False if they would fit only without files that are written at the end. Raises OSError if the disk has
+        no room.
         """
         deletable, n_kept, now = [], 0, time_ns()
         for folder in subfolders(self.root):
@@ -482,7 +483,7 @@ class DiskCache:
 
     # ---- the index
     def _scan(self) -> None:
-        """Learn what the folder has: new files of other processes, and which are gone."""
+        """Learn what the folder has: new files of other processes, and deletions."""
         names = set()
         with os.scandir(self.folder) as listing:
             for dir_entry in listing:
@@ -515,9 +516,9 @@ class DiskCache:
 
 
 def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat) -> int:
-    """Write a file that appears only when it is whole, and that only its user may read. Return its bytes.
+    """Write a file that appears only when it is complete, and that only this user may read. Return its size in bytes.
 
-    Raises OSError; ValueError if the cells are of a form that cannot be stored.
+    Raises OSError; ValueError if the form of the cells cannot be stored.
     """
     parts = _file_of(sequence, _head_of(sequence), layout)
     if not parts:
@@ -537,7 +538,7 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 
 
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
-    """Read the sequence of a file. Raises OSError, MemoryError; ValueError for one that is damaged or does not fit."""
+    """Read the sequence in a file. Raises OSError, MemoryError; ValueError if it is damaged or does not fit."""
     with opened(path) as file:
         sequence = _read(file, layout, n_vocab)
         with suppress(OSError):  # the disk is read-only, and deletes nothing
@@ -546,7 +547,7 @@ def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSeq
 
 
 def sequence_of(content: bytes, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
-    """Return the sequence in the bytes of a file. Raises MemoryError, ValueError."""
+    """Return the sequence in a file's bytes. Raises MemoryError, ValueError."""
     return _read(BytesIO(content), layout, n_vocab)
 
 
@@ -563,7 +564,10 @@ def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> Cache
 
 
 def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:
-    """Return the parts of a file. Empty for cells of another form than an empty context's: only tokens are left."""
+    """Return the parts of a file.
+
+    Empty if the form of the cells is not that of an empty context: only tokens are left.
+    """
     cells = sequence.cells
     snapshot = Snapshot(
         [max(token, 0) for token in sequence.tokens],

@@ -1,18 +1,17 @@
-"""How a second, smaller model drafts tokens for the requests of an engine.
+"""Drafts tokens for the requests of an engine with a second, smaller model.
 
 Open this file to change how the draft model follows these requests.
 
-The principle: the draft model's cells are a cache by tokens, and nobody tells it what happens to a request. Each slot
-of the engine has a sequence here, with the list of the tokens that its cells hold. Before it drafts, cells that differ
-from the request's tokens are removed, and those that are missing are computed. So it does not need to be told about
-forks, snapshots, preemption, dropped tokens or wrong guesses. A request that is new in a slot begins with the longest
-prefix that another sequence holds, where requests may share cells. A recurrent state cannot go back, so it is copied
-before tokens that are drafted.
+The principle: the draft model's cells are a cache by tokens, independent of what happens to a request. Each slot of the
+engine has a sequence here, with the list of the tokens that its cells hold. Before drafting, cells that differ from the
+request's tokens are removed, and missing cells are computed. So forks, snapshots, preemption, dropped tokens and wrong
+guesses need no notification. If requests may share cells, a request that is new in a slot begins with the longest
+prefix that another sequence holds. A recurrent state cannot go back, so it is copied before drafted tokens.
 
 Drafts are always greedy. The request's sampler still draws from the target model's logits, and the most probable token
-is the best guess of what it draws. A draft ends where a token's chance is not worth its row or the next draft step
+is the best guess for that draw. A draft ends where a token's chance is not worth its row or the next draft step
 (``Worth``), and where a constraint is known to forbid a token. The constraint is asked about each token while the next
-one is drafted. The chance is how often tokens of this probability were right.
+one is drafted. A token's chance is how often tokens of its probability were right.
 
 An error of the draft model, such as missing memory, ends no request: nothing is drafted then.
 """
@@ -60,10 +59,11 @@ _Drafting = TypeVar("_Drafting", bound="MtpLayer")
 class _Held:
     """The sequence of a slot.
 
-    ``tokens``: those in its cells, of the request with this ``arrival``, which lacks ``n_missing``. The first
-    ``n_equal`` are the request's, unless it has dropped more than ``n_dropped``. ``drafted``: what was drafted after
-    ``n`` tokens, with the bins of its probabilities; the first ``n_sure`` were sure enough, and at most one was not.
-    ``sure``, ``right``: the shares of drafted tokens that are sure enough, and of those that are right.
+    ``tokens``: the tokens in its cells. ``arrival``: identifies the request, of which ``n_missing`` tokens are not in
+    the cells. The first ``n_equal`` tokens are the request's, unless it has dropped more than ``n_dropped``.
+    ``drafted``: the draft after ``n`` tokens, with the bins of its probabilities; the first ``n_sure`` tokens were sure
+    enough, and at most one was not. ``sure``: the share of drafted tokens that are sure enough. ``right``: the share of
+    these that are right.
     """
 
     __slots__ = (
@@ -84,9 +84,9 @@ class _Held:
 class DraftModel:
     """Drafts tokens for the requests of one engine, in a context of a smaller model. Implements ``Drafter``.
 
-    ``context``: with unified cells and a sequence for each slot. ``target``: the engine's own context, whose number of
-    threads it follows. ``n_room``: most tokens that it computes at a time, so that prompts do not hold up streams.
-    The engine thread owns it, and closes it.
+    ``context``: has unified cells and a sequence for each slot. ``target``: the engine's own context, which gives the
+    number of threads. ``n_room``: the maximum number of tokens computed at a time, so that prompts do not hold up
+    streams. The engine thread owns and closes the draft model.
     """
 
     def __init__(self, context: Context, target: Context, n_room: int) -> None:
@@ -150,7 +150,7 @@ class DraftModel:
             self._share_cells(best, request.slot, n)
 
     def _share_cells(self, source: int, slot: int, n: int) -> None:
-        """Let a slot's sequence be the first ``n`` tokens of another."""
+        """Set a slot's sequence to the first ``n`` tokens of another."""
         self._cut(slot, 0)
         self._context.seq_copy(source, slot, 0, n)
         self._held[slot].tokens = self._held[source].tokens[:n]
@@ -170,7 +170,7 @@ class DraftModel:
         held.drafted = []
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """Return the seconds to draft these numbers of tokens, with a share of the time for missing cells."""
+        """Return the seconds to draft these numbers of tokens, including a share of the time for missing cells."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -194,7 +194,7 @@ class DraftModel:
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
-        """Return the drafted tokens, at most the chosen number. A request whose prompt is not computed yet has none."""
+        """Return the drafted tokens, at most the chosen number; none for a request whose prompt is not computed yet."""
         if not chosen:
             return {}
         context, target = self._context, self._target
@@ -262,9 +262,9 @@ class DraftModel:
         return {request: draft for request, draft in drafts.items() if draft}
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
-        """Compute tokens after those that are held.
+        """Compute tokens after the held ones.
 
-        Returns, for each of the requests that then miss none, the most probable next token and its probability.
+        Returns the most probable next token and its probability for each request that then has no missing cells.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -307,14 +307,14 @@ class DraftModel:
         self._context.decode(DecodeBatch(tokens, positions, seq_ids, outputs))
 
     def _reachable(self, slot: int, n: int) -> int:
-        """Return how many tokens a sequence has if it goes back to ``n`` at most."""
+        """Return how many tokens a sequence has after it goes back to at most ``n``."""
         return n
 
     def _before_drafted(self, slot: int) -> None:
-        """Prepare a sequence for tokens that may be wrong."""
+        """Prepare a sequence for drafted tokens, which may be wrong."""
 
     def _cut(self, slot: int, n: int) -> None:
-        """Keep the first ``n`` tokens of a sequence, a number that is ``_reachable``."""
+        """Keep the first ``n`` tokens of a sequence; ``n`` must be ``_reachable``."""
         held = self._held[slot]
         if n < len(held.tokens):
             self._go_back(slot, n)
@@ -325,7 +325,7 @@ class DraftModel:
         del self._held[slot].tokens[n:]
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
-        """Remove the sequences that nothing is drafted for. False if there are none."""
+        """Remove the sequences for which nothing is drafted. Return False if there are none."""
         kept = {request.slot for request in chosen}
         idle = [i for i, held in enumerate(self._held) if held.tokens and i not in kept]
         for slot in idle:
@@ -339,11 +339,11 @@ class DraftModel:
 
 
 class RecurrentDraft(DraftModel):
-    """Drafts with a model that has a state, or a state beside its cells (hybrids).
+    """Drafts with a recurrent or hybrid model, which has a state.
 
     The state after a request's own tokens is copied before the second token of a draft is computed from the first, so
-    drafts of one token cost no copy. After a wrong token the sequence returns to the copy, and computes the right ones
-    again together with the token that was drawn. Requests share no prefixes: a state belongs to one place.
+    drafts of one token cost no copy. After a wrong token the sequence returns to the copy, and computes the right
+    tokens again together with the drawn one. Requests share no prefixes: a state belongs to one place.
     """
 
     def __init__(self, context: Context, target: Context, n_room: int) -> None:
@@ -391,13 +391,13 @@ class RecurrentDraft(DraftModel):
 class MtpLayer(DraftModel):
     """Drafts with the layer of the model itself that predicts the token after the next (MTP).
 
-    It computes a token from the hidden state that the model had before it. The engine's context keeps the states of the
-    last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence whose states
-    are not all kept, such as one that continues a cached prefix, begins at the first that is: the layer then attends to
-    fewer tokens, and all it costs is how often drafts are right.
+    It predicts a token from the hidden state that the model had before that token. The engine's context keeps the
+    states of the last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence
+    whose states are not all kept, such as one that continues a cached prefix, begins at the first kept state: the layer
+    then attends to fewer tokens, which only makes drafts right less often.
 
-    The cells of drafted tokens come from states that were drafted as well. They are removed, and computed again from
-    the model's when the tokens were right.
+    The cells of drafted tokens come from states that were drafted as well. They are removed; where the tokens were
+    right, they are computed again from the model's states.
     """
 
     _skips_first = False  # the first token of all, which has no state before it, is not computed
@@ -438,10 +438,10 @@ class MtpLayer(DraftModel):
 
 
 class Eagle3Draft(MtpLayer):
-    """Drafts with an EAGLE-3 file: one layer that reads a token and inputs of three of the model's layers before it.
+    """Drafts with an EAGLE-3 file: one layer that reads a token and earlier inputs of three of the model's layers.
 
-    These inputs become a state when a draft is chosen, so that a step costs no more than their copies. The first token
-    of a request is not computed, since nothing comes before it.
+    These inputs become a state only when a draft is chosen, so a step costs no more than their copies. The first token
+    of a request is not computed, because nothing comes before it.
     """
 
     _skips_first = True
@@ -465,16 +465,16 @@ class Eagle3Draft(MtpLayer):
 
 
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
-    """Make a drafter of the MTP layer of the context's model, for which ``mtp_problem`` has found nothing.
+    """Make a drafter from the MTP layer of the context's model, for which ``mtp_problem`` found no problem.
 
-    Raises BackendError without memory for its cells. The context keeps hidden states from then on.
+    Raises BackendError if there is no memory for its cells. The context keeps hidden states from then on.
     """
     context = _context_beside(target, target.model, rope=target.rope, drafts_for=target)
     return _with_states(MtpLayer(context, target, n_room), target, ())
 
 
 def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Draft:
-    """Make a drafter of an EAGLE-3 draft, for which ``check_eagle3`` has found nothing."""
+    """Make a drafter from an EAGLE-3 draft that ``check_eagle3`` has accepted."""
     # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
     context = _context_beside(
         target, draft, drafts_for=target, n_ubatch=_EAGLE3_ROWS, n_more_outputs=_EAGLE3_ROWS
@@ -484,7 +484,7 @@ def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Dra
 
 
 def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> _Drafting:
-    """Let the engine's context keep the states that a drafter reads."""
+    """Make the engine's context keep the states that a drafter reads."""
     try:
         width = target.model.n_embd * max(len(layers), 1)
         target.keep_states(n_draft_states(target.n_ctx, width), layers)
@@ -495,9 +495,10 @@ def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> 
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
-    """Make a drafter for the engine of a context; for ``n_room`` see DraftModel.
+    """Make a drafter for a context's engine. For ``n_room`` see DraftModel.
 
-    Raises ValueError unless its model can draft for the context's, BackendError without memory for its cells.
+    Raises ValueError unless ``draft`` can draft for the context's model, BackendError if there is no memory for its
+    cells.
     """
     if draft.architecture == "eagle3":
         check_eagle3(target.model, draft)

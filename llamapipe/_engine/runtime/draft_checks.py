@@ -1,7 +1,7 @@
-"""Which models and layers can draft for a model.
+"""Checks which models and layers can draft for a model.
 
-Open this file when ``Engine(draft=...)`` refuses a draft, or takes one that it should not. What the files themselves
-say is read in ``gguf/draft_file.py``.
+Open this file when ``Engine(draft=...)`` refuses a draft, or takes one that it should not. ``gguf/draft_file.py`` reads
+the metadata of the files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mtp_problem(model: Model) -> str:
 
 
 def _states_problem(model: Model) -> str:
-    """Return why no hidden states of a model can be had; empty if they can."""
+    """Return why a model's hidden states are not available; empty if they are."""
     if model.on_workers:
         return f"{model.path.name} is on RPC workers"
     module = native()
@@ -68,7 +68,7 @@ def check_eagle3(model: Model, draft: Model) -> None:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raise ValueError unless a model can draft for another: the same vocabulary, and drafted tokens can be removed."""
+    """Raise ValueError unless ``draft`` has the model's vocabulary and its drafted tokens can be removed."""
     if reason := not_supported(draft.architecture):
         raise ValueError(f"draft: {draft.path.name} {reason}")
     if draft.n_swa:  # tokens are drafted one after the other

@@ -2,12 +2,13 @@
 
 Open this file to change the order in which images are encoded.
 
-The principle: an image delays only the request that has it. A request waits in ``Waiting.preparing`` until its images
-are encoded, and then for a slot. Others lose only the cores that encoding takes: the engines of the process give these
-up while it lasts (``process_budget``). An image, or a tile of one, takes half of the cores, or all of them if no engine
-computes when it begins. Requests with equal images share the object that holds the rows, so an image is encoded once.
+The principle: an image delays only its own request. The request waits in ``Waiting.preparing`` until its images are
+encoded, and then for a slot. Other requests lose only the cores that encoding takes: the engines of the process give
+these up while it lasts (``process_budget``). An image, or a tile of one, takes half of the cores, or all of them if no
+engine computes when it begins. Requests with equal images share the object that holds the rows, so an image is encoded
+once.
 
-Higher priorities come first. Among equals the shares take turns after each image, or tile of one. Within a share the
+Higher priorities come first. Among equal priorities, the shares take turns after each image or tile. Within a share the
 oldest request comes first. So a client's image waits for at most one image of each other client.
 """
 
@@ -31,11 +32,11 @@ class Encoder(Protocol):
     """Computes the rows of images and sounds."""
 
     def encode(self, media: Embeddings, n_threads: int) -> bool:
-        """Encode one image, sound, or part of one. False if that was done before. Raises DecodeError."""
+        """Encode one image or sound, or a part of one. Return False if it was encoded before. Raises DecodeError."""
 
 
 class _Job:
-    """A request, and how many of its images, sounds and parts of them were encoded."""
+    """A request, and how many of its images, sounds and parts of them are encoded."""
 
     __slots__ = ("done", "n_encoded", "request")
 
@@ -46,7 +47,7 @@ class _Job:
 
 
 class MediaEncoder:
-    """Encodes for one engine. ``n_encoded``: images, sounds and parts of them so far. ``put``: the engine thread."""
+    """Encodes for one engine. ``n_encoded``: images, sounds and parts so far. The engine thread calls ``put``."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.n_encoded = 0
@@ -63,7 +64,7 @@ class MediaEncoder:
         return f"<MediaEncoder n_turns={self._wakes.qsize()} n_encoded={self.n_encoded}>"
 
     def put(self, request: Request, done: Done) -> None:
-        """Encode the images and sounds of a request, then call ``done`` with it and None, or an error."""
+        """Encode the images and sounds of a request, then call ``done`` with the request and None, or with an error."""
         with self._lock:
             shares = self._jobs.setdefault(request.spec.priority, OrderedDict())
             shares.setdefault(request.spec.share, deque()).append(_Job(request, done))
@@ -86,7 +87,7 @@ class MediaEncoder:
             return next(iter(shares.values()))[0]
 
     def _take_turn(self, job: _Job) -> None:
-        """Encode the next part of a job; after the last one, tell its owner."""
+        """Encode the next part of a job; after the last part, call ``done``."""
         request, error = job.request, None
         if job.n_encoded < len(request.spans) and request.state is not State.FINISHED:
             try:
@@ -114,7 +115,7 @@ class MediaEncoder:
             job.done(request, error)
 
     def close(self) -> None:
-        """End the thread, after the part that it encodes just now."""
+        """End the thread after the part that it is encoding."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

@@ -1,7 +1,7 @@
 """The outputs of one step: poll them, wait for them, or read them.
 
-Nothing here waits for any other step. Arrays handed out stay valid after the output is released: they hold the native
-step that owns their memory.
+Nothing here waits for any other step. Arrays stay valid after the output is released, because they hold the native step
+that owns their memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Handle(NotCopyable):
 
     @property
     def forked(self) -> bool:
-        """True in a forked child, where a lock held by one of the parent's threads is never released."""
+        """Whether this is a forked child, where a lock held by one of the parent's threads is never released."""
         return self._context.forked
 
     def __del__(self) -> None:
@@ -129,7 +129,7 @@ class StepOutput(NotCopyable):
 
     @property
     def logits(self) -> Logits:
-        """The output rows, float32 ``(n_outputs, n_vocab)``. Getting them does not wait; using them does."""
+        """The output rows, float32 ``(n_outputs, n_vocab)``. Getting this object does not wait; using it does."""
         return Logits(self, (self.n_outputs, self._pipeline.context.model.n_vocab))
 
     @property
@@ -139,7 +139,7 @@ class StepOutput(NotCopyable):
 
     @property
     def ready(self) -> bool:
-        """True if a read would return or raise without waiting. Never blocks."""
+        """Whether a read would return or raise without waiting. Never blocks."""
         return bool(self._pipeline.native.lib.lp_step_ready(self._held().native))
 
     def wait(self, timeout: float | None = None) -> None:

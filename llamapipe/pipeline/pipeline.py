@@ -154,7 +154,7 @@ class Pipeline(DrainingOwner):
     ``n_outputs_max`` rows, until they are read or released. If all slots hold unread rows, the oldest output is copied
     out of the ring.
 
-    ``n_ctx``: positions each sequence may use. ``n_outputs_max``: most output rows of one decode (default
+    ``n_ctx``: positions each sequence may use. ``n_outputs_max``: maximum output rows of one decode (default
     ``n_ubatch``); a batch with more is cut into several decodes. ``ring``: ``"auto"``, ``"events"``, ``"sync"`` or
     ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the chosen one. ``Context`` describes the other
     options.

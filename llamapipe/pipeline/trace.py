@@ -23,7 +23,7 @@ from llamapipe.native.load import enum_names
 class Span(NamedTuple):
     """One stage of one step, in seconds of ``time.perf_counter``; ``step`` is -1 for work between steps.
 
-    ``n_drafted``, ``n_accepted``: the step's guessed tokens, and the right ones of them; of the stage ``deliver``.
+    ``n_drafted``, ``n_accepted``: the step's guessed tokens, and how many were right; set for the stage ``deliver``.
     """
 
     stage: str
@@ -42,10 +42,10 @@ ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliv
 
 
 def _clock_offset_s(now_ns: Callable[[], int]) -> float:
-    """Return what to add to the seconds of another steady clock to have those of ``perf_counter``.
+    """Return the offset to add to another steady clock's seconds to get the seconds of ``perf_counter``.
 
-    The other clock is read between two reads of ours, a few times: where the thread was not interrupted, the two are
-    closest.
+    The other clock is read between two reads of ours, a few times; the two reads are closest when nothing interrupted
+    the thread.
     """
     readings = [(perf_counter(), now_ns(), perf_counter()) for _ in range(5)]
     begin_s, ns, end_s = min(readings, key=lambda reading: reading[2] - reading[0])
@@ -63,7 +63,7 @@ class Trace:
     """
 
     def __init__(self, pipeline: NativePipeline, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Make a trace. ``notes``: what Chrome's format has besides the events, such as why there are no guesses."""
+        """Make a trace. ``notes``: metadata for Chrome's format, such as why there are no guesses."""
         self._pipeline = pipeline
         self._notes = notes
         self._lock = Lock()
@@ -94,7 +94,10 @@ class Trace:
     def add(
         self, stage: str, step: int, begin_s: float, end_s: float, n_drafted: int = 0, n_accepted: int = 0
     ) -> None:
-        """Record a stage measured by the caller, in seconds of ``time.perf_counter``. For the rest see ``Span``."""
+        """Record a stage that the caller measured in ``time.perf_counter`` seconds.
+
+        For the other arguments see ``Span``.
+        """
         if self.on:
             self._spans.append(Span(stage, step, begin_s, end_s, n_drafted=n_drafted, n_accepted=n_accepted))
             if len(self._spans) > 2 * self._max:
@@ -168,9 +171,9 @@ class Trace:
     def save(
         self, path: str | Path, first_step: int | None = None, n_steps: int | None = None, title: str = ""
     ) -> Path:
-        """Write the trace as ``.json`` (Chrome's trace events) or ``.svg``, to which the other arguments belong.
+        """Write the trace as ``.json`` (Chrome's trace events) or ``.svg``.
 
-        They are those of ``to_svg``. Raises ValueError for another suffix.
+        The other arguments are passed on to ``to_svg``. Raises ValueError for another suffix.
         """
         target = check_trace_path(path)
         if target.suffix == ".json":

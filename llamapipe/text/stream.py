@@ -18,9 +18,9 @@ from llamapipe._messages import quoted
 class Utf8Assembler:
     """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
 
-    The results of `feed` and `finish`, joined, equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes cut
-    in any way. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three bytes are
-    held back.
+    The joined results of `feed` and `finish` equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes,
+    however they are cut. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three
+    bytes are held back.
 
     One object serves one stream. It has no lock: feed it from one thread at a time.
     """
@@ -56,11 +56,11 @@ class Utf8Assembler:
 
 
 class TextOffsets:
-    """Counts characters through the tokens of one text, in their order.
+    """Counts characters through the tokens of one text, in order.
 
-    The offset of a token is the index of the character that holds its first byte: where a character has several tokens,
+    The offset of a token is the index of the character that contains its first byte. If a character has several tokens,
     all of them have its index. ``offset``: where the text begins. ``skip_space``: a space at its beginning is not
-    shown. ``known``: the offsets of tokens before the text, such as ``prompt_offsets``.
+    shown. ``known``: the offsets of tokens before the text, as from ``prompt_offsets``.
     """
 
     def __init__(self, offset: int = 0, skip_space: bool = False, known: Sequence[int] = ()) -> None:
@@ -88,7 +88,7 @@ def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int
     """Return where in a text each of its tokens begins, as ``TextOffsets`` counts.
 
     ``pieces``: for each token its bytes, and its name if it is a control token, else its bytes again. Tokenizing adds a
-    space before a text or after a control token, adds control tokens, and may drop spaces beside them.
+    space before a text or after a control token, adds control tokens, and may drop spaces next to them.
     """
     data = text.encode("utf-8", "replace")
     at, offset = 0, 0  # in bytes, in characters
@@ -121,12 +121,12 @@ def _n_begun(data: bytes) -> int:
 class StopChecker:
     """Passes text through until one of `stops` is complete.
 
-    The stop string that is complete first ends the text; if several end at the same character, the longest
-    of them does. So the result does not depend on how the text was cut into parts, needs no look-ahead, and the
-    returned text contains no stop string.
+    The first stop string to be complete ends the text; if several end at the same character, the longest of them does.
+    So the result does not depend on how the text was cut into parts, no look-ahead is needed, and the returned text
+    contains no stop string.
 
-    The checker holds back exactly the longest tail that begins a stop string. Its work is proportional to the length
-    of the text and does not depend on the number of stop strings or their overlaps.
+    The checker holds back exactly the longest tail of the text that begins a stop string. Its work is proportional to
+    the length of the text and does not depend on the number of stop strings or their overlaps.
 
     Strings are compared by code points, without normalisation or case folding. One object serves one stream. It has
     no lock: feed it from one thread at a time. Checkers of equal stop strings share their tables.
@@ -191,7 +191,7 @@ class StopChecker:
         return shown[:n_shown]
 
     def finish(self) -> str:
-        """Return the held tail, which cannot become a stop string any more because generation has ended."""
+        """Return the held tail, which can no longer become a stop string because generation has ended."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -199,8 +199,8 @@ class StopChecker:
 class _Automaton:
     """The Aho-Corasick automaton of a set of strings: a state is the longest tail that begins one of them.
 
-    Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
-    State 0 is the empty tail. It does not change once built, so checkers of any thread can share it.
+    Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975. State 0 is the
+    empty tail. The automaton never changes once built, so checkers of any thread can share it.
     """
 
     __slots__ = ("children", "depth", "fallback", "first_characters", "match")
@@ -254,9 +254,9 @@ def _automaton(stops: tuple[str, ...]) -> _Automaton:
 class TextStream:
     """Joins pieces into whole characters and ends the text before the first stop string.
 
-    The results of `push` and `finish`, joined, are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the
-    stop string, which is not included. `Utf8Assembler` and `StopChecker` describe which text is held back.
-    ``skip_space``: a space at the beginning is not a part of the text.
+    The joined results of `push` and `finish` are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the stop
+    string, which is not included. `Utf8Assembler` and `StopChecker` describe which text is held back. ``skip_space``:
+    leave out a space at the beginning.
 
     One object serves one request. It has no lock: feed it from one thread at a time (in the engine, the engine thread,
     once per token).
@@ -296,7 +296,7 @@ class TextStream:
         return new
 
     def push_shown(self, text: bytes) -> None:
-        """Take bytes whose whole characters were shown before; only the last ones matter."""
+        """Take bytes whose complete characters were shown before; only an incomplete one at the end matters."""
         self._assembler.feed(text)
         if text:
             self.skip_space = False
@@ -316,7 +316,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the text held back so far, because generation has ended; an incomplete character becomes U+FFFD."""
+        """Return the held text, because generation has ended; an incomplete character becomes U+FFFD."""
         text = self._assembler.finish()
         checker = self._checker
         if checker is None:

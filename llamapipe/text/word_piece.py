@@ -1,7 +1,7 @@
-"""BERT's tokenizer: llama.cpp's keeps only the first character of a decomposition and drops every mark.
+"""BERT's tokenizer, because llama.cpp's keeps only the first character of a decomposition and drops every mark.
 
-A Hangul syllable would lose its vowel, and Devanagari its vowel signs. This follows the rules of Hugging Face's
-``BertNormalizer``, ``BertPreTokenizer`` and ``WordPiece``, with which such models were trained.
+There a Hangul syllable would lose its vowel, and Devanagari its vowel signs. This tokenizer follows the rules of
+Hugging Face's ``BertNormalizer``, ``BertPreTokenizer`` and ``WordPiece``, with which such models were trained.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CHINESE = (
 class WordPiece:
     """Splits texts into the longest pieces of a vocabulary, word by word. Any thread.
 
-    ``pieces``: ids by the texts of the file. ``unknown``: the id of a word that has no pieces. ``lowercase``,
-    ``strip_accents``: what is done to a text first.
+    ``pieces``: ids by the texts in the file. ``unknown``: the id of a word that has no pieces. ``lowercase``,
+    ``strip_accents``: how a text is normalized first.
     """
 
     def __init__(self, pieces: Mapping[str, int], unknown: int, lowercase: bool, strip_accents: bool) -> None:
@@ -86,7 +86,7 @@ class WordPiece:
 
 
 class _Spaced(dict[int, "str | None"]):
-    """For ``str.translate``: control characters go, spaces are one kind, Chinese characters are words."""
+    """For ``str.translate``: removes control characters, unifies spaces, makes Chinese characters words."""
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
@@ -104,7 +104,7 @@ class _Spaced(dict[int, "str | None"]):
 
 
 class _Split(dict[int, "str | None"]):
-    """For ``str.translate``: marks without a width go, if wanted, and punctuation is a word."""
+    """For ``str.translate``: removes nonspacing marks, if wanted, and makes punctuation words."""
 
     def __init__(self, strips: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Work that calls leave to other threads.
+"""Work that calls hand to other threads.
 
-``tenant`` says for whom it is done. ``threads`` take turns between clients, and ``long_work`` keeps what takes long
-from event loops. The engine, the embedder and the server's front process use them; nothing here knows a model.
+``tenant`` identifies the client. ``threads`` take turns between clients, and ``long_work`` keeps long work off event
+loops. The engine, the embedder and the server's front process use them; nothing here depends on a model.
 """

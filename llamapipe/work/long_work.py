@@ -5,8 +5,8 @@ Open this file to change what leaves the event loop, or when such work ends earl
 The principle: an event loop never computes for long. ``takes_long`` estimates the work from the length of its texts,
 ``LongWork`` does it in threads that are fair to clients, and a deadline, a cancelled task or a closed engine ends it.
 
-A schema or a grammar is compiled at once and cannot be stopped. Of one client, short ones come first, long ones leave
-cores to others, and only some may wait.
+A schema or a grammar is compiled in one go and cannot be stopped. Within a client, short ones come first, long ones
+leave cores to others, and only a limited number may wait.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class LongWork:
     The amount of large work in progress is limited, because it needs memory: tokenizing 15 million characters of
     English took 27 bytes for each character with Qwen2.5's vocabulary, and 58 with the bundled model's.
 
-    asyncio's default executor has few threads and runs calls in their order, so one client with long schemas would keep
-    all others out.
+    asyncio's default executor has few threads and runs calls in their order, so one client with long schemas would
+    block all others.
     """
 
     def __init__(self, n_threads: int = _N_THREADS) -> None:
@@ -74,7 +74,8 @@ class LongWork:
         """Call ``function(*arguments)`` in a thread, with the context variables of this task.
 
         ``size``: the characters that it converts, as ``size_of`` counts them. A deadline of the context ends the wait.
-        ``check_wanted`` ends the function itself, then, when the task is cancelled and when the engine is closed.
+        ``check_wanted`` ends the function itself at the deadline, when the task is cancelled and when the engine is
+        closed.
 
         Raises QueueFullError if too many long constraints of the same client wait.
         """
@@ -141,7 +142,7 @@ class LongWork:
                 del self._looks[loop]
 
     def _begun(self, share: Hashable, key: Hashable) -> bool:
-        """Count a long constraint that waits to be compiled; False for one that was compiled. Raises QueueFullError."""
+        """Count a long constraint that waits to be compiled; False if it was compiled before. Raises QueueFullError."""
         with self._lock:
             if key in self._compiled:
                 return False
@@ -171,13 +172,13 @@ class LongWork:
         return await self.run(build, values, params, *others, size=size_of([values, params]))
 
     def close(self) -> None:
-        """End the threads after their jobs, of which those that look end early. Later work is done at once."""
+        """End the threads after their jobs; jobs that call ``check_wanted`` end early. Later work is done at once."""
         self._is_closed = True
         self._threads.close()
 
 
 class _Looks:
-    """Calls ``look`` every 20 ms: one timer for a loop, because those of a thousand calls would take half its time."""
+    """Calls ``look`` every 20 ms. A loop has one timer, because a thousand timers would take half its time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], object]) -> None:
         self.n_waiting = 0
@@ -197,7 +198,7 @@ class _Looks:
 
 
 def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-    """End the wait for a job whose time is up."""
+    """End the wait for a job whose time has run out."""
     try:
         check_wanted()
     except TimeoutError as error:
@@ -207,7 +208,7 @@ def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> Non
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """End a future, unless it has ended. Its event loop's thread."""
+    """End a future unless it has ended. For its event loop's thread."""
     if future.done():
         return
     if error is None:
@@ -217,7 +218,7 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return this task's event loop. Raises RuntimeError, with what to call instead, in tasks of other libraries."""
+    """Return this task's event loop. In tasks of other libraries, raise RuntimeError that says what to call instead."""
     import asyncio
 
     try:
@@ -230,14 +231,14 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def to_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Call ``function(*arguments)`` in a thread of asyncio's, for what waits and hardly computes."""
+    """Call ``function(*arguments)`` in one of asyncio's threads. Use it for work that waits and hardly computes."""
     import asyncio
 
     return await asyncio.to_thread(function, *arguments)
 
 
 def takes_long(values: Any, params: Any, *others: Any) -> bool:
-    """Return whether texts are long, params hold a constraint, or the options of a chat ask for much."""
+    """Return whether texts are long, params hold a constraint, or the options of a chat need much work."""
     all_params = (
         params if isinstance(params, Sequence) and not isinstance(params, (str, bytes)) else (params,)
     )
@@ -267,26 +268,26 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
 
 
 def _measured(constraints: list[Any]) -> tuple[int, int]:
-    """Return the characters of constraints, and a number that tells them from others."""
+    """Return the number of characters of constraints, and a number that identifies them."""
     n = _n_characters(constraints, _MOST, 0)
     return n, hash(repr(constraints)) if Place(n * _S_PER_CHARACTER).is_slow else 0
 
 
 def is_long(values: Any) -> bool:
-    """Return whether texts, or lists and messages of texts, have so many characters that they hold up an event loop."""
+    """Return whether texts, or lists and messages of texts, are so long that they would hold up an event loop."""
     return _n_characters(values, _LONG, 0) > _LONG
 
 
 def size_of(values: Any) -> int:
-    """Count the characters of texts, of lists and messages of texts, and of what holds them.
+    """Count the characters of texts, lists and messages of texts, and objects that hold them.
 
-    At most about 16 million.
+    The count stops at about 16 million.
     """
     return _n_characters(values, _MOST, _VALUE)
 
 
 def _n_characters(values: Any, most: int, each: int) -> int:
-    """Count characters, and ``each`` for a value, until there are more than ``most``; an image is a long text."""
+    """Count characters, plus ``each`` for every value, until there are more than ``most``. An image is a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:
@@ -309,5 +310,5 @@ def _n_characters(values: Any, most: int, each: int) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether it is a text or a list of numbers."""
+    """Return whether the value is a text or a list of numbers."""
     return type(value) is str or (type(value) is list and (not value or type(value[0]) is int))

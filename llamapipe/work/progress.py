@@ -1,4 +1,4 @@
-"""Progress bars for calls with many prompts. They need tqdm, which is imported with the first bar."""
+"""Progress bars for calls with many prompts. They need tqdm, which the first bar imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Progress(Protocol):
 
 
 def progress_bar(total: int | None) -> Progress:
-    """Make tqdm's bar on a terminal, tqdm's or a widget in a notebook, and nothing elsewhere.
+    """Make a tqdm bar on a terminal, a tqdm bar or a widget in a notebook, and nothing elsewhere.
 
     ``total``: the number of prompts, None if it is not known. Raises ImportError if tqdm is missing.
     """

@@ -1,4 +1,4 @@
-"""The client for whom requests are made: a server sets it, and every request submitted in that context has it.
+"""The client that requests belong to: a server sets it, and every request submitted in that context has it.
 
 Open this file to add a limit for each client of a server.
 
@@ -16,10 +16,10 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """One client, or several that count as one.
 
-    ``share``: requests of different shares take turns, however many each has. ``cache``: names its own prefix cache;
-    None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may take, also
-    where its params allow more; None: no such limit. ``max_sound_s``: most seconds of a sound; None: all of it.
-    ``priority``: added to that of its requests.
+    ``share``: requests of different shares take turns, however many each has. ``cache``: the name of its own prefix
+    cache; None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may
+    take, even if its params allow more; None: no such limit. ``max_sound_s``: maximum seconds of a sound; None: all of
+    it. ``priority``: added to the priority of its requests.
     """
 
     share: Hashable = None
@@ -47,7 +47,7 @@ def is_of(owner: str | None) -> Callable[[Hashable], bool]:
 
 
 def conversation_key(name: str | None) -> Hashable:
-    """Return the key of a conversation of this tenant; None for None."""
+    """Return the key of a conversation of this tenant; None if ``name`` is None."""
     return None if name is None else (tenant.get().cache, name)
 
 
@@ -58,7 +58,7 @@ def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:
 
 
 def own_key(key: Hashable) -> Hashable:
-    """Return this tenant's key for what another one's ``cache_key`` means. Raises ValueError for what is none."""
+    """Return this tenant's equivalent of another tenant's ``cache_key``. Raises ValueError for an invalid key."""
     if key is None:
         return cache_key(None)
     if not isinstance(key, tuple) or len(key) != 3 or not isinstance(key[1], (str, type(None))):

@@ -3,16 +3,16 @@
 Open this file to change which job runs next, or how many threads a client may use.
 
 The principle: no client can exhaust the threads, or the cores that compute steps. The shares (see ``Tenant``) take
-turns, and a named share has at most four threads at a time, and no more than are free then. Of eight threads, the first
-client may use four, the second two, and two more one each.
+turns, and a named share has at most four threads at a time, but never more than are free. Of eight threads, the first
+client may use four, the second two, and two more clients one each.
 
 Within a share the sampler that has taken the least processor time comes first (start-time fair queueing). One of the
 share's threads takes no jobs of samplers whose last job was slow, so forty slow constraints do not delay a quick one of
-the same client. On Linux the thread of a long job gets a lower priority. The thread ends with the job, because a
-priority cannot be raised again.
+the same client. On Linux the thread of a long job gets a lower priority, and ends with the job, because a priority
+cannot be raised again.
 
-Large jobs need memory for the texts that they convert. They say how large they are, and wait in a second line until
-there is room.
+Large jobs need memory for the texts that they convert. They declare their size, and wait in a second queue until there
+is room.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _Line = list[tuple[float, int, _Waiting]]  # a heap: by place, then in order
 
 
 class Place:
-    """Where the next job of one sampler stands among those of its share, in seconds of processor time.
+    """The place of one sampler's next job among the jobs of its share, in seconds of processor time.
 
-    ``FairThreads.run`` moves it up to where the share is; ``took`` adds what a job took. ``is_slow``: those that ran
-    last took long. ``expected_s``: what the next job may take, where that is known: cheap ones come first.
+    ``FairThreads.run`` moves it up to the place of the share; ``took`` adds the time of a job. ``is_slow``: its last
+    jobs took long. ``expected_s``: how long the next job may take, if that is known, so that cheap jobs come first.
     """
 
     __slots__ = ("at_s", "expected_s", "is_slow")
@@ -66,15 +66,15 @@ class Place:
         self.is_slow = expected_s > _SLOW_S
 
     def took(self, seconds: float, together_s: float) -> None:
-        """Add the processor time of a job, which took ``together_s`` with those that ran with it."""
+        """Add the processor time of a job, which took ``together_s`` including the jobs that ran with it."""
         self.at_s += seconds
         self.is_slow = together_s > _LONG_S
 
 
 class _Share:
-    """Three lines of jobs: ``jobs``, ``slow`` (of samplers whose last job was slow), and ``large``.
+    """Three queues of jobs: ``jobs``, ``slow`` (of samplers whose last job was slow), and ``large``.
 
-    ``was_large``: whether the last turn was that of a large job. ``now_s``: the place of the job that began last.
+    ``was_large``: whether the last turn went to a large job. ``now_s``: the place of the job that began last.
     """
 
     def __init__(self, most: int, most_slow: int) -> None:
@@ -94,13 +94,13 @@ class _Share:
 
     @property
     def ready(self) -> _Line:
-        """The line of the next job that is not large. A thread is left to jobs that are not slow."""
+        """The queue of the next job that is not large. One thread is reserved for jobs that are not slow."""
         if not self.slow or (self.jobs and self.jobs[0] < self.slow[0]):
             return self.jobs
         return self.slow if self.n_slow < self.most_slow else self.jobs
 
     def add(self, waiting: _Waiting, place: Place | None) -> None:
-        """Add a job to its line."""
+        """Add a job to its queue."""
         if waiting.size:
             self.large.append(waiting)
             return
@@ -125,8 +125,9 @@ class FairThreads:
     """Threads that run jobs: as many as there are cores, but at most four.
 
     While all of them have been busy for 10 ms, ``add_spare_thread`` starts another one, up to ``n_max``: a job that
-    hangs must not stop those of other requests. The threads start with the first jobs and end with ``close``. Any
-    thread. ``most_slow``: maximum number of slow jobs of a share that run at a time; None: all of its threads but one.
+    hangs must not stop the jobs of other requests. The threads start with the first jobs and end with ``close``. Any
+    thread. ``most_slow``: maximum number of slow jobs of a share that run at the same time; None: all its threads but
+    one.
     """
 
     def __init__(self, n_max: int, most_slow: int | None = None) -> None:
@@ -156,8 +157,9 @@ class FairThreads:
     ) -> None:
         """Call ``job``, which must not raise, on one of the threads. After ``close``, call it at once.
 
-        ``is_python``: it holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters of a
-        large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: it has no other jobs.
+        ``is_python``: the job holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters
+        of a large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: this is the only
+        job.
         """
         with self._lock:
             if not self._closed:
@@ -177,7 +179,10 @@ class FairThreads:
         job()
 
     def add_spare_thread(self) -> None:
-        """Lower the priority of long jobs. Start another thread if jobs wait and all threads are busy for long."""
+        """Lower the priority of long jobs.
+
+        Start another thread if jobs wait and all threads have been busy for long.
+        """
         if not self._shares:
             return
         now_s = perf_counter()
@@ -194,7 +199,7 @@ class FairThreads:
                 self._start()
 
     def _next(self) -> tuple[Hashable, bool] | None:
-        """Return the share whose turn it is, and whether its large jobs have theirs; None if nothing may run now."""
+        """Return the share whose turn it is, and whether it is its large jobs' turn; None if nothing may run now."""
         has_room = True
         for name, share in self._shares.items():
             n_most = share.most if name is None else min(share.most, self._n_max - self._n_running)
@@ -209,7 +214,7 @@ class FairThreads:
         return None
 
     def take(self) -> tuple[_Waiting, Hashable] | None:
-        """Return the next job, with its share; None if every share with jobs has its threads. For the threads."""
+        """Return the next job and its share; None if every share with jobs has all its threads. For the threads."""
         with self._lock:
             next_share = self._next()
             if next_share is None:
@@ -224,7 +229,7 @@ class FairThreads:
             return job, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
-        """Note the end of a job. False if its thread is to end. For the threads."""
+        """Note the end of a job. Return False if its thread must end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]
@@ -260,7 +265,7 @@ class FairThreads:
         self._threads.append(thread)
 
     def _run_rest(self) -> None:
-        """Run the jobs that are left in this thread."""
+        """Run the remaining jobs in this thread."""
         for share in list(self._shares.values()):
             share.n_slow = 0
             while share.n_waiting:
@@ -269,7 +274,7 @@ class FairThreads:
                 job.job()
 
     def close(self) -> None:
-        """End the threads after the jobs that wait, and wait for them. A second call does nothing."""
+        """End the threads after all waiting jobs, and wait for the threads. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -289,7 +294,7 @@ def on_slowed_thread() -> bool:
 
 
 class _Thread(threading.Thread):
-    """``began_s``: when it began the job that it runs, of ``perf_counter``; None: it waits for one.
+    """A thread for jobs. ``began_s``: when its job began, by ``perf_counter``; None: it waits for one.
 
     ``is_slowed``: its priority was lowered.
     """
@@ -303,7 +308,7 @@ class _Thread(threading.Thread):
         self.is_slowed = False
 
     def run(self) -> None:
-        """Run jobs until False comes, or until it was slowed down."""
+        """Run jobs until the pool ends this thread, or until its priority was lowered."""
         while True:
             self.began_s = None
             if not self._wakes.get():

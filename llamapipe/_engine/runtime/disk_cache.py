@@ -442,8 +442,8 @@ class DiskCache:
     def _make_room(self, n_bytes: int) -> bool:
         """Delete the least recently used files of all folders so that ``n_bytes`` more fit.
 
-        Returns False if they would fit only without files that are written at the end. Raises OSError if the disk has
-        no room.
+        Returns False if that would take deleting files that were written at the end. Raises OSError if the disk has no
+        room.
         """
         deletable, n_kept, now = [], 0, time_ns()
         for folder in subfolders(self.root):

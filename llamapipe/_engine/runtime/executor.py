@@ -1,4 +1,4 @@
-"""The executor: what the engine loop needs of a context, and how llama.cpp does it.
+"""The executor: what the engine loop needs from a context, and how llama.cpp provides it.
 
 Open this file to change how a batch, a KV operation or a draw reaches native code.
 
@@ -68,8 +68,8 @@ class Executor(Protocol):
     """The engine loop's interface to a context. Samplers and executors come in matching pairs.
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
-    ``late_errors``: errors of a launch are raised by ``sample``. ``depth``: most steps launched and not sampled.
-    ``n_guessing``: the rows of the last ``sample`` whose samplers can guess what follows.
+    ``late_errors``: ``sample`` raises the errors of a launch. ``depth``: maximum number of steps launched but not
+    sampled. ``n_guessing``: how many rows of the last ``sample`` have samplers that can guess what follows.
     """
 
     overlaps: bool
@@ -78,34 +78,34 @@ class Executor(Protocol):
     n_guessing: int
 
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
-        """Perform these operations in order, after the steps launched before; keep saved cells by their keys.
+        """Perform these operations in order, after the steps launched before. Keep saved cells by their keys.
 
         An operation that is not possible leaves its sequence empty.
         """
 
     def read_cells(self, seq_id: int) -> bytes | None:
-        """Copy the cells of a sequence, for ``keep_saved``; waits for the steps before. None on a failure."""
+        """Copy the cells of a sequence, for ``keep_saved``. Waits for earlier steps. Returns None on failure."""
 
     def copy_cells(self, seq_id: int) -> Saved | None:
-        """Copy as ``read_cells`` does, to native memory that the caller closes."""
+        """Copy as ``read_cells`` does, into native memory that the caller closes."""
 
     def read_saved(self, key: int) -> bytes | None:
-        """Copy saved cells. None if they were not saved."""
+        """Copy saved cells. Return None if they were not saved."""
 
     def copy_saved(self, key: int) -> Saved | None:
-        """Copy as ``read_saved`` does, to native memory that the caller closes."""
+        """Copy as ``read_saved`` does, into native memory that the caller closes."""
 
     def saved_of(self, state: Bytes) -> Saved | None:
-        """Make a copy of bytes; None: no memory is left."""
+        """Copy bytes into native memory; return None if no memory is left."""
 
     def keep_saved(self, key: int, cells: Saved) -> None:
         """Keep cells that come from elsewhere. Loading refuses those that do not fit this context."""
 
     def offer_evicted(self, take: Callable[[Unused, Saved], bool]) -> None:
-        """Call ``take`` with cells that were evicted from host memory. True: they are its own from then on."""
+        """Call ``take`` with cells that were evicted from host memory. If it returns True, it owns them."""
 
     def sequence_end(self, seq_id: int) -> int:
-        """Return the position after a sequence's last cell; waits for the steps before."""
+        """Return the position after a sequence's last cell. Waits for earlier steps."""
 
     def launch(
         self,
@@ -123,11 +123,11 @@ class Executor(Protocol):
         """Start computing a batch and return the step's number.
 
         ``positions``: places in the sequences, which the executor translates where llama.cpp's positions differ.
-        ``media``: runs of entries that are rows, not tokens, which the caller keeps until the step is done.
+        ``media``: runs of entries that are rows, not tokens; the caller keeps them until the step is done.
         ``is_causal``: see ``BatchPlan``.
 
-        What will be asked of it may be told beforehand, for where the device can find it out: the ``samplers`` of
-        ``rows``, and for output entries the tokens that are to be scored, with the ``n_top`` most probable ones.
+        The caller may announce what it will ask for, so that the device can compute it: the ``samplers`` of ``rows``,
+        and for output entries the tokens to score, with the ``n_top`` most probable ones.
 
         Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
         """
@@ -135,7 +135,7 @@ class Executor(Protocol):
     def launch_repeat(self) -> int:
         """Launch the last batch, every entry one position further and with the token that was sampled from it.
 
-        Only after a ``sample`` of all its entries in their order. Returns and raises as ``launch`` does.
+        Call it only after a ``sample`` of all its entries in order. Returns and raises as ``launch`` does.
         """
 
     def sample(
@@ -143,65 +143,65 @@ class Executor(Protocol):
     ) -> list[int]:
         """Draw and accept a token for each output entry of a step; a NoToken where none can be drawn.
 
-        ``guessed``: for each row the token that was computed after it, or -1; empty: none. Rows of one sampler that
-        follow one another are drawn from until a token differs; the others get ``NoToken.NOT_DRAWN``.
+        ``guessed``: for each row the token that was computed after it, or -1; empty: none. Consecutive rows of one
+        sampler are drawn from until a token differs; the rows after it get ``NoToken.NOT_DRAWN``.
 
-        ``NoToken.LATER``: the sampler takes long; ``take_drawn`` will have its token.
+        ``NoToken.LATER`` means that the sampler takes long; ``take_drawn`` will return its token.
         """
 
     def take_drawn(self) -> list[tuple[Any, int, int]]:
-        """Return the samplers that have drawn after their step, with the numbers of their draws and the tokens."""
+        """Return the samplers that drew after their step, with the numbers of their draws and the tokens."""
 
     def await_end_state(self, sampler: Any) -> None:
-        """Make ``take_drawn`` return this sampler, with ``NoToken.SETTLED``, once its end state is known."""
+        """Have ``take_drawn`` return this sampler with ``NoToken.SETTLED`` once its end state is known."""
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
-        """Set what is called, in any thread, when ``take_drawn`` has something."""
+        """Set the function that is called, in any thread, when ``take_drawn`` has something to return."""
 
     def add_spare_thread(self) -> None:
         """Start another thread for draws if some hang. The loop calls it now and then while draws are outstanding."""
 
     def sample_repeat(self, step_id: int) -> list[int]:
-        """Call ``sample`` with the rows and samplers of the last one."""
+        """Call ``sample`` with the rows and samplers of the last call."""
 
     def score(
         self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
     ) -> list[TokenScore]:
         """Score tokens in the rows of a step's output entries, each with the ``n_top`` most probable tokens.
 
-        An entry may be repeated, for several tokens. Raises as ``sample`` does.
+        An entry may be repeated to score several tokens. Raises as ``sample`` does.
         """
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Let each launch wake the callers that are in this list then, threads one by one while it computes.
+        """Let each launch wake the callers in this list; threads are woken one by one while it computes.
 
         A launch does not hold the GIL, so a woken thread can work at once.
         """
 
     def park_threads(self) -> None:
-        """Park the compute threads: nothing is launched until a command arrives."""
+        """Park the compute threads, because nothing is launched until a command arrives."""
 
     def yield_cores(self) -> None:
-        """Leave the cores to other engines: nothing is launched until a caller asks for it."""
+        """Leave the cores to other engines, because nothing is launched until a caller asks for it."""
 
     def compute_s(self) -> float:
-        """Return the seconds spent computing steps so far, without those of steps that the device has not reported."""
+        """Return the seconds spent computing steps so far, as far as the device has reported them."""
 
     def stats(self) -> dict[str, Any]:
-        """Return counters for EngineStats; any thread."""
+        """Return counters for EngineStats. Any thread."""
 
     def launching(self) -> int:
-        """Return the number of the step that a call of ``launch`` is computing; any thread."""
+        """Return the number of the step that a call of ``launch`` is computing. Any thread."""
 
     def abort(self, step_id: int) -> None:
-        """End a step early if it is still being computed, and where that is possible; any thread."""
+        """End a step early if it is still being computed and the backend can do so. Any thread."""
 
     def close(self) -> None:
         """Free the context."""
 
 
 class StepExecutor:
-    """An Executor over a pipeline; belongs to the thread that uses it first, like the context.
+    """An Executor over a pipeline. Like the context, it belongs to the thread that uses it first.
 
     ``Executor`` describes its methods.
     """
@@ -305,7 +305,7 @@ class StepExecutor:
         return CellChanges(lost, saved, stale)
 
     def _save(self, op: Save | SaveState) -> int | None:
-        """Copy a sequence or its state to host memory. Return the bytes; None: not done."""
+        """Copy a sequence or its state to host memory. Return the number of bytes; None if it was not copied."""
         only_state = isinstance(op, SaveState)
         if isinstance(op, SaveState) and self.sequence_end(op.slot) != op.n:
             return None
@@ -318,7 +318,7 @@ class StepExecutor:
         return copy.n_bytes
 
     def _keep(self, seq_id: int, n: int) -> None:
-        """Copy a sequence's state, into the memory of an older copy: touching new pages is slow."""
+        """Copy a sequence's state into the memory of an older copy, because touching new pages is slow."""
         _, copy = self._kept.pop(seq_id, (0, None))
         if copy is None and len(self._kept) == MOST_COPIES:
             _, copy = self._kept.pop(next(iter(self._kept)))
@@ -331,7 +331,7 @@ class StepExecutor:
             self._kept[seq_id] = n, copy
 
     def _go_back(self, seq_id: int, n: int) -> bool:
-        """Let a sequence return to the copy of its state. False: there is none, and it is empty."""
+        """Let a sequence return to the copy of its state. Return False if there is none; the sequence is then empty."""
         place, copy = self._kept.get(seq_id, (-1, None))
         if copy is None or place != n:
             self._clear(seq_id)
@@ -347,7 +347,7 @@ class StepExecutor:
         return status > 0
 
     def _remove(self, seq_id: int, position: int, state: int) -> bool:
-        """Let a sequence go back to a position, if its memory has what that needs."""
+        """Let a sequence go back to a position, if its memory allows that."""
         if state < 0 and (not self._is_checked or position == 0):
             return self._discard(seq_id, position)
         kept = self._grids_of_saved.get(state, ()) if state >= 0 else self._grids.get(seq_id, ())
@@ -357,7 +357,7 @@ class StepExecutor:
         return is_loaded
 
     def _discard(self, seq_id: int, position: int) -> bool:
-        """Remove cells without a check: those of guesses, which the last step has computed, or any without states."""
+        """Remove cells without a check: those of guesses in the last step, or any cells of a memory without states."""
         lib, begin = self._native.lib, position
         kept: Grids | None = ()
         if grids := self._grids.get(seq_id):
@@ -376,7 +376,7 @@ class StepExecutor:
     def _load_parts(
         self, seq_id: int, n: int, cells: SavedCells | None, state: int, grids: Grids | None
     ) -> bool:
-        """Let a sequence have the first ``n`` of its cells, or of other ones, and a saved state, if it is not -1."""
+        """Give a sequence the first ``n`` of its own or of other cells, and a saved state unless that is -1."""
         null, saved = self._native.ffi.NULL, self._saved.get(state)
         if grids is None or (state >= 0 and saved is None):
             if cells is not None:
@@ -408,7 +408,7 @@ class StepExecutor:
             self._grids.pop(seq_id, None)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Remove positions from ``begin`` to before ``end``. The next step rotates the keys of those after them."""
+        """Remove positions from ``begin`` to before ``end``. The next step rotates the keys of the later positions."""
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
@@ -437,7 +437,7 @@ class StepExecutor:
         return bool(status > 0)
 
     def _load(self, key: int, seq_id: int, n: int, state: int) -> bool:
-        """Replace a sequence's cells by the first ``n`` of saved ones."""
+        """Replace a sequence's cells by the first ``n`` saved cells."""
         cells = self._saved.get(key)
         if cells is None:
             return False
@@ -501,7 +501,8 @@ class StepExecutor:
     ) -> int:
         """Start computing a batch of at most ``n_batch`` entries. Return the step's number.
 
-        ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries: for the graph, if it samples.
+        The ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries, are for the graph, if it
+        samples.
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
         """
@@ -552,7 +553,7 @@ class StepExecutor:
     def _inputs_of(
         self, media: Sequence[MediaRows], positions: Sequence[int], seq_ids: Sequence[int]
     ) -> tuple[Any, Any]:
-        """Return each entry's row address, NULL for a token; and its height and width, where any have those."""
+        """Return each entry's row address (NULL for a token), and its height and width if any entry has these."""
         ffi, n = self._native.ffi, len(positions)
         addresses, grid = ffi.new("float *[]", n), None
         for first, n_rows, source, begin in media:
@@ -578,7 +579,7 @@ class StepExecutor:
         samplers: Sequence[AnySampler],
         targets: Mapping[int, Sequence[int]],
     ) -> tuple[Any, Any]:
-        """Return samplers (or NULL) and targets (-1: none, or too many) of each output, in the order of the batch."""
+        """Return the sampler (or NULL) and the target (-1: none or too many) of each output, in batch order."""
         ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
         # Of several samplers of one row, one. The rows after guessed tokens are drawn from with later numbers.
         by_entry = {
@@ -620,7 +621,7 @@ class StepExecutor:
     ) -> list[int]:
         """Draw and accept a token for each output entry of a step; see ``Executor.sample``.
 
-        Its rows stay until ``depth`` more steps are launched.
+        The step's rows stay until ``depth`` more steps are launched.
         """
         self._context.claim()
         self._asked = (rows, samplers)
@@ -633,7 +634,7 @@ class StepExecutor:
         return self.sample_repeat(step_id)
 
     def _set_rows(self, rows: Sequence[int], samplers: Sequence[AnySampler] = ()) -> None:
-        """Write what native code draws from. There may be more rows than slots: guesses have some, too."""
+        """Write the rows and samplers for native code. There may be more rows than slots, because guesses have rows."""
         n = len(rows)
         if n > len(self._rows):
             new = self._native.ffi.new
@@ -655,7 +656,7 @@ class StepExecutor:
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def _sample_in_background(self, step_id: int) -> list[int]:
-        """Sample as ``sample`` does, where draws may take long."""
+        """Sample as ``sample`` does, when draws may take long."""
         rows, samplers = self._asked
         patience_s = (perf_counter() - self._launched_s) / 2
         self.n_guessing = 0
@@ -677,7 +678,7 @@ class StepExecutor:
     def _sample_native(
         self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
     ) -> list[int]:
-        """Draw and accept a token, or a NoToken, for each of these output entries."""
+        """Draw and accept a token for each of these output entries; a NoToken where none can be drawn."""
         native, n = self._native, len(rows)
         self._set_rows(rows, samplers)
         code = native.lib.lp_sample_rows(
@@ -750,7 +751,7 @@ class StepExecutor:
         self._fail(code)
 
     def park_threads(self) -> None:
-        """Park the compute threads, which would spin for some milliseconds: the next caller needs a core, too."""
+        """Park the compute threads, which would spin for some milliseconds while the next caller needs a core."""
         self._context.park_threads()
 
     def yield_cores(self) -> None:
@@ -781,11 +782,11 @@ class StepExecutor:
         return step_id
 
     def abort(self, step_id: int) -> None:
-        """End a step within one node of its graph if it is still being computed, on a CPU; any thread."""
+        """On a CPU, end a step that is still being computed within one node of its graph. Any thread."""
         self._native.lib.lp_abort(self._handle, step_id)
 
     def close(self) -> None:
-        """Wait for samplers that still draw. Free saved cells, pipeline and context."""
+        """Wait for samplers that are still drawing. Free the saved cells, the pipeline and the context."""
         self.threads.close()
         while self._saved:
             self._saved.popitem()[1].close()

@@ -1,9 +1,9 @@
-"""The steps that were launched and are not sampled yet.
+"""The steps that were launched but not sampled yet.
 
 Open this file to change how a step is launched, sampled, scored or aborted.
 
 The principle: steps complete in the order of their launches, and a sampler is closed only after the steps that may draw
-with it. A request that has left its step gets nothing from it: ``batch_plan`` says whether it is still part of the
+with it. A request that has left its step gets nothing from it; its ``batch_plan`` says whether it is still part of the
 step.
 
 The loop decides when to launch and when to sample. What a launch does in native code is in ``executor.py``.
@@ -33,7 +33,7 @@ class InFlightStep(NamedTuple):
 class StepsInFlight:
     """The launched steps of one context, oldest first. Methods are for the engine thread, unless they say otherwise.
 
-    ``steps``: the queue itself; the loop only looks at its length and its ends. ``executor``: what launches them.
+    ``steps``: the queue; the loop only reads its length and its ends. ``executor``: launches the steps.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -49,7 +49,7 @@ class StepsInFlight:
         return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
 
     def launch(self, plan: BatchPlan, samplers: list[Any], began_s: float = 0.0) -> int:
-        """Launch a plan and return the step's number. Raises ContextFullError and DecodeError, as the executor."""
+        """Launch a plan and return the step's number. Raises ContextFullError and DecodeError as the executor does."""
         executor = self.executor
         self._launching = plan
         try:
@@ -85,14 +85,14 @@ class StepsInFlight:
             self._retired.popleft()[1].close()
 
     def retire(self, sampler: Sampler) -> None:
-        """Close a sampler, after the steps in flight if there are any: they may draw with it."""
+        """Close a sampler, but only after the steps in flight, which may draw with it."""
         if self.steps:
             self._retired.append((self._n_completed + len(self.steps), sampler))
         else:
             sampler.close()
 
     def close(self) -> None:
-        """Close the samplers that are left. No step may be sampled afterwards."""
+        """Close the remaining samplers. No step may be sampled afterwards."""
         for _, sampler in self._retired:
             sampler.close()
 
@@ -118,7 +118,7 @@ class StepsInFlight:
 
 
 def draw(executor: Executor, launched: InFlightStep) -> list[int]:
-    """Draw a token for each of the plan's requests; 0 for those that left the step. Waits for the step if need be."""
+    """Draw a token for each of the plan's requests; 0 for those that left the step. Waits for the step if necessary."""
     plan, requests = launched.plan, launched.plan.requests
     for request in requests:
         if request.batch_plan is not plan:
@@ -155,7 +155,7 @@ def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
 
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
-    """Return the tokens whose log-probability is wanted, by batch entry, and the most top tokens wanted with any."""
+    """Return the tokens to score by batch entry, and the largest number of top tokens wanted with any of them."""
     by_entry: dict[int, list[int]] = {}
     n_top = 0
     for _, targets, first, entries in plan.scored:
@@ -166,7 +166,7 @@ def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
 
 
 def score(executor: Executor, launched: InFlightStep) -> list[Request]:
-    """Give requests the scores of their own tokens. Return the requests with a score that is not a number."""
+    """Give requests the scores of their own tokens. Return the requests that have a NaN score."""
     plan = launched.plan
     rows: list[int] = []
     wanted: list[int] = []

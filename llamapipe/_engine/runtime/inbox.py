@@ -2,9 +2,9 @@
 
 Open this file to change how other threads reach the engine thread.
 
-The principle: any thread puts a function call, and the engine thread makes it between two steps, in the order of calls.
-Putting is one call of a ``SimpleQueue``, which holds no lock that Ctrl-C could leave locked. So a caller may be
-interrupted at any line, and the engine thread never waits for one.
+The principle: any thread adds function calls, and the engine thread makes them between two steps, in order. Adding one
+is a single call of a ``SimpleQueue``, which has no lock that Ctrl-C could leave locked. So a caller may be interrupted
+at any line, and the engine thread never waits for a caller.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from llamapipe._engine.policy.core import Request
 
 
 class Inbox:
-    """A queue of function calls. Any thread puts them, the engine thread runs them; both are safe under Ctrl-C.
+    """A queue of function calls. Any thread adds them, the engine thread runs them; both are safe under Ctrl-C.
 
-    ``single_caller``: callers set it before they submit. True when no other thread or task could submit in the
-    meantime, so the engine need not wait for more requests before it starts a step. ``urgent``: arguments of calls that
-    are also in the queue and may be taken first, whatever waits before them.
+    ``single_caller``: callers set it before they submit. It is True when no other thread or task could submit before
+    the step, so the engine need not wait for more requests. ``urgent``: arguments of calls that are also in the queue
+    but may be handled first, whatever waits before them.
     """
 
     __slots__ = ("_commands", "empty", "single_caller", "urgent")
@@ -52,5 +52,5 @@ class Inbox:
         function(*arguments)
 
     def qsize(self) -> int:
-        """Return the number of calls that wait."""
+        """Return the number of waiting calls."""
         return self._commands.qsize()

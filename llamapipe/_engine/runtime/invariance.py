@@ -1,9 +1,9 @@
-"""Whether the logits of a row are the same, bit for bit, whatever else is in the batch.
+"""Checks whether the logits of a row are the same, bit for bit, whatever else is in the batch.
 
 Open this file when ``batch_invariant=True`` refuses a model that it should accept, or accepts one that it should not.
 
-The principle: name what is known to differ, then measure. The same tokens are computed in several divisions into
-batches, and their logits must be equal.
+The principle: report known differences first, then measure. The same tokens are computed in batches that are divided in
+several ways, and their logits must be equal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_invariance(
 ) -> None:
     """Raise ValueError if a text of this model could depend on what else runs.
 
-    Known reasons come first. Then a token is computed in several ways, and its logits are compared. That finds a
-    product or an operation that ggml computes differently for one row than for several.
+    Known reasons are checked first. Then a token is computed in several ways, and its logits are compared. This finds
+    matrix products and other operations that ggml computes differently for one row than for several.
     """
     reason = _known(model, unified, flash_attn)
     if reason is None and not _is_invariant(new_context):

@@ -1,9 +1,8 @@
 """The requests whose tokens are drawn after their step was sampled.
 
-Open this file to change which request a late token belongs to, or when a request that waits for one lends its slot.
+Open this file to change which request a late token belongs to, or when a request that waits for a token lends its slot.
 
-The principle: a token that is drawn later has the number of its draw, so a token for a request that has ended is
-ignored.
+The principle: a late token comes with the number of its draw, so a token for a request that has ended is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ _seconds = itemgetter(1)
 class LateDraws:
     """Finds the request of a token that arrives. Methods are for the engine thread.
 
-    A request leaves with its token. If it ended before, its token is ignored: the numbers of its sampler's draws tell.
+    A request is removed when its token arrives. If it ended before, the number of the draw shows that, and the token is
+    ignored.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class LateDraws:
                 self.requests[sampler] = request, sampler.n_draws, perf_counter()
 
     def late_by(self, seconds: float) -> list[tuple[Request, float]]:
-        """Return the requests that have waited at least ``seconds`` for their tokens, with their waits; longest first.
+        """Return the requests that have waited at least ``seconds`` for their tokens, with their waits, longest first.
 
-        Half of the time that they waited for earlier tokens counts, since they have their slots.
+        Half of the time that they have waited for earlier tokens while in their slots also counts.
         """
         now_s = perf_counter()
         waits = (
@@ -61,7 +61,7 @@ class LateDraws:
         return sorted((late for late in waits if late[1] >= seconds), key=_seconds, reverse=True)
 
     def take(self, executor: Executor, open_requests: Container[Request]) -> list[tuple[Request, int]]:
-        """Return the requests whose tokens have arrived, with these."""
+        """Return the requests whose tokens have arrived, with the tokens."""
         arrived = []
         for sampler, number, token in executor.take_drawn():
             request, wanted, began_s = self.requests.get(sampler, (None, 0, 0.0))

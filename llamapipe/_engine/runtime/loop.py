@@ -1,22 +1,22 @@
-"""The engine loop: it turns plans into steps and tokens into deliveries.
+"""The engine loop, which turns plans into steps and tokens into deliveries.
 
 Open this file to change the order in which things happen in a step, or between two.
 
 A turn of the loop, in this order:
 
-1. Execute the commands that have arrived (``Inbox``): new requests, cancels, changes, questions.
+1. Execute the commands that have arrived (``Inbox``): new requests, cancellations, changes, questions.
 2. Perform the changes to KV cells, then plan a step and launch it (``StepsInFlight``).
-3. Deliver the tokens of the step before, while the new one is computed.
+3. Deliver the tokens of the previous step while the new one is computed.
 4. Sample the oldest step in flight, and commit its tokens. Draws that take long are left to other threads
    (``LateDraws``), and their requests skip steps until then.
 
-Where a launch returns only when its step is computed, delivery comes after sampling instead. A stop string found at
+If a launch returns only when its step is computed, delivery comes after sampling instead. A stop string found at
 delivery ends a request that is already part of the next step; its token of that step is discarded.
 
 The principle: the engine thread alone touches the scheduler, the executor and the samplers. A request whose
-``batch_plan`` is not the step's plan any more has left the step: nothing is drawn or recorded for it, because its
-sampler must not see a token that is discarded. Whatever fails ends the requests of its step only; after a defect of
-the loop itself, every request gets an error, and so does every later one.
+``batch_plan`` is no longer the step's plan has left the step: nothing is drawn or recorded for it, because its sampler
+must not see a discarded token. A failure ends only the requests of its step. After a defect of the loop itself, every
+current and later request gets an error.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
-    """Count the next undelivered tokens that are in this request's sequence."""
+    """Count the undelivered tokens at the start of ``following`` that are in this request's sequence."""
     tokens = takewhile(lambda pair: pair[0] is request, following)
     return sum(token >= 0 and token not in request.stop_tokens for _, token in tokens)
 
@@ -93,11 +93,11 @@ class EngineLoop:
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet. ``trace``:
     records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``: threads
-    for callers' work, which end with the loop. ``encoder``: encodes images and sounds, for models that take them.
+    for callers' work, which end with the loop. ``encoder``: encodes images and sounds, for models that accept them.
     ``disk``: the second level of the prefix cache.
 
     ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
-    the requests that do not wait for a slot any longer.
+    the requests that no longer wait for a slot.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class EngineLoop:
                 self.cancel(request)
 
     def _encoded(self, request: Request, error: Exception | None) -> None:
-        """Post a command, since a request's images and sounds are encoded. The encoder's thread calls this."""
+        """Post a command once a request's images and sounds are encoded. The encoder's thread calls this."""
         self.inbox.put(self._continue_encoded, request, error)
 
     def _continue_encoded(self, request: Request, error: Exception | None) -> None:
@@ -189,7 +189,7 @@ class EngineLoop:
             self._fail([request], error)
 
     def _look_on_disk(self, disk: DiskCache, request: Request) -> None:
-        """Let a new request wait for a file, if that has much more of its prefix than memory has."""
+        """Let a new request wait for a file if the file has much more of its prefix than memory has."""
         cache = self._scheduler.cache
         if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN or self._overdue:
             return
@@ -223,7 +223,7 @@ class EngineLoop:
         disk.read(entry, done)
 
     def _continue_read(self, entry: Entry, sequence: CachedSequence | None, n_resets: int) -> None:
-        """Cache what was read of a file, and continue the requests that wait for it."""
+        """Cache the sequence that was read from a file, and continue the requests that wait for it."""
         self._overdue.discard(entry)
         requests = self._reading.pop(entry, [])
         if sequence is not None and self.failure is None and n_resets == self._n_resets:
@@ -234,7 +234,7 @@ class EngineLoop:
         self._prepared(requests)
 
     def _give_up_read(self, entry: Entry) -> None:
-        """Continue the requests that wait for a file in vain. Until its read ends, no request waits for the disk."""
+        """Continue the requests that wait too long for a file. Until its read ends, no request waits for the disk."""
         if entry in self._reading:
             self._overdue.add(entry)
             self._prepared(self._reading.pop(entry))
@@ -285,7 +285,7 @@ class EngineLoop:
         self._deliver()
 
     def _look_after_late_draws(self) -> bool:
-        """Look after draws that take long: others get threads and slots. Return whether a slot came free."""
+        """Handle draws that take long: give threads and slots to other requests. Return whether a slot came free."""
         self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False
@@ -297,7 +297,7 @@ class EngineLoop:
         self._scheduler.awaiting_end.clear()
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Accept a request that continues the sequence of a resumable one. The child fails if the parent has ended."""
+        """Accept a request that continues the sequence of a resumable one. It fails if the parent has ended."""
         self._scheduler.fork(parent, child)
         self.add(child)
         if parent.state is State.FINISHED:
@@ -322,7 +322,7 @@ class EngineLoop:
         return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from, states)
 
     def _states_of(self, request: Request, n: int) -> list[tuple[int, bytes]]:
-        """Return the last few saved states of the beginnings of a request's cells, for its snapshot to go back to."""
+        """Return the last few saved states of prefixes of a request's cells, which its snapshot can go back to."""
         cache = self._scheduler.cache
         keys = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
         states = [(n, self._executor.read_saved(key)) for n, key in keys[-_MOST_STATES:]]
@@ -354,7 +354,7 @@ class EngineLoop:
         )
 
     def _take_in(self, sequence: CachedSequence, pinned_by: Request | None) -> None:
-        """Keep cells and states that come from elsewhere, if there is room. ``pinned_by``: who needs them now."""
+        """Keep cells and states from elsewhere, if there is room. ``pinned_by``: the request that needs them now."""
         cache, tokens, cache_key = self._scheduler.cache, sequence.tokens, sequence.cache_key
         new = [
             (cache.take_in_state(tokens[:n], cache_key, state.n_bytes), state) for n, state in sequence.states
@@ -369,7 +369,7 @@ class EngineLoop:
 
     # ---- the prefix cache on disk
     def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
-        """Let cells be written that were evicted from host memory. False: they are not worth it, or too many wait."""
+        """Write cells that were evicted from host memory. Return False if they are not worth it, or too many wait."""
         disk = self._disk
         if (
             disk is None
@@ -389,7 +389,7 @@ class EngineLoop:
 
     # ---- conversations
     def _remember(self, key: Hashable, tokens: list[int], cache_key: Hashable) -> None:
-        """Note the sequence of a conversation."""
+        """Remember the sequence of a conversation."""
         known = self._conversations
         known[key] = tokens, cache_key
         known.move_to_end(key)
@@ -397,7 +397,7 @@ class EngineLoop:
             known.popitem(last=False)
 
     def conversation(self, key: Hashable) -> CachedSequence | None:
-        """Return a copy of the cells of a conversation, which the caller closes. None: there are none."""
+        """Return a copy of a conversation's cells, which the caller closes; None if there are no cells."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         self._change_cells()
         holder = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
@@ -406,12 +406,12 @@ class EngineLoop:
         return self._copied(holder)
 
     def take_in_conversation(self, key: Hashable, sequence: CachedSequence) -> None:
-        """Cache the cells of a conversation that come from elsewhere, if there is room, and remember them."""
+        """Cache and remember a conversation's cells from elsewhere, if there is room."""
         self._remember(key, sequence.tokens, sequence.cache_key)
         self._take_in(sequence, None)
 
     def forget_conversation(self, key: Hashable) -> int:
-        """Drop the cells of a conversation, wherever they are. Return how many tokens they had."""
+        """Drop the cells of a conversation, wherever they are. Return their number of tokens."""
         cache, n = self._scheduler.cache, 0
         tokens, cache_key = self._conversations.pop(key, ((), None))
         while tokens and (holder := cache.holder(tokens, cache_key)) is not None:
@@ -420,7 +420,7 @@ class EngineLoop:
         return n
 
     def hold_conversation(self, key: Hashable) -> None:
-        """Keep the cells of a conversation that continues soon before all others; see ``KvCache.hold``."""
+        """Evict the cells of a conversation that continues soon after all others; see ``KvCache.hold``."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         if tokens:
             self._scheduler.cache.hold(key, tokens, cache_key)
@@ -430,7 +430,7 @@ class EngineLoop:
         self._scheduler.cache.release(key, is_done)
 
     def _copied(self, unused: Unused) -> CachedSequence | None:
-        """Return a copy of cells and their states. None: that failed."""
+        """Return a copy of cells and their states; None if copying failed."""
         cells = None
         if unused.slot >= 0:
             cells = self._executor.copy_cells(unused.slot)
@@ -446,9 +446,9 @@ class EngineLoop:
         return [(n, state) for n, state in states if state is not None]
 
     def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:
-        """Let a sequence be written that no request uses, the most recently used first. False: there is none.
+        """Write a sequence that no request uses, the most recently used first. Return False if there is none.
 
-        ``deadline``: a time of ``monotonic``; until then all of them are written, also those that have grown little.
+        ``deadline``: a time of ``monotonic``; until then all are written, even those that have grown little.
         """
         self._change_cells()
         for unused in self._scheduler.cache.offer_unused(again=deadline is not None):
@@ -465,7 +465,7 @@ class EngineLoop:
         return False
 
     def _write_rest(self, disk: DiskCache) -> None:
-        """Write what no request uses before the engine ends, as far as time allows."""
+        """Write the unused sequences before the engine ends, as far as time allows."""
         if disk.writes == "never":
             return
         deadline = monotonic() + CLOSE_S
@@ -480,18 +480,18 @@ class EngineLoop:
             self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """Return the bytes of a request's saved cells (0: they could not be saved), needed bytes, and the budget."""
+        """Return the bytes of a request's saved cells (0 if not saved), the bytes that they need, and the budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
         return n_bytes, cache.n_bytes_of(len(request.tokens)), cache.host_budget
 
     def release(self, request: Request) -> None:
-        """Unpin the saved cells of a request that has ended: they need not be kept any more."""
+        """Unpin the saved cells of a request that has ended, so that they may be dropped."""
         self._scheduler.cache.unpin(request)
 
     def stop(self, drain: bool) -> None:
-        """End the loop: after the open requests are finished, or at once."""
+        """End the loop, after the open requests are finished (``drain``) or at once."""
         self._stopping = True
         self._deliver()  # the tokens sampled last are part of the sequences already
         for request in list(self.open):
@@ -501,7 +501,7 @@ class EngineLoop:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters. Also for other threads, after the engine thread's end."""
+        """Return a copy of the counters. Other threads may call it after the engine thread has ended."""
         return EngineStats(
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
@@ -538,7 +538,7 @@ class EngineLoop:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the scheduler's state is inconsistent, or other than llama.cpp's memory.
+        """Raise AssertionError if the scheduler's state is inconsistent, or differs from llama.cpp's memory.
 
         Threads as for ``stats``.
         """
@@ -635,7 +635,7 @@ class EngineLoop:
             started = waited
 
     def _wait(self) -> None:
-        """Block for a command, then a moment longer for more requests, if that has paid lately."""
+        """Wait for a command, then a moment longer for more requests if that has paid off lately."""
         inbox, scheduler = self.inbox, self._scheduler
         if self._kv_events is not None:
             self._kv_events.flush()
@@ -672,7 +672,7 @@ class EngineLoop:
         self._n_skipped = 0
 
     def _await_command(self) -> None:
-        """Make the next call of another thread. After each moment without one, let an unused sequence be written."""
+        """Make the next call of another thread. While none comes, write unused sequences from time to time."""
         disk = self._disk
         while disk is not None and disk.writes == "always":
             try:
@@ -684,13 +684,13 @@ class EngineLoop:
         self.inbox.run_next()
 
     def _change_cells(self) -> bool:
-        """Perform the changes to KV cells that are queued. False if a sequence lost its cells by that."""
+        """Perform the queued changes to KV cells. Return False if a sequence lost its cells."""
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
         return not any(changes) or self._scheduler.cells_changed(changes)
 
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
-        """Launch a plan that was begun at this time of ``perf_counter``. Handle its failure."""
+        """Launch a plan and handle a failure. ``started``: when planning began, in ``perf_counter`` seconds."""
         gate, began = self._scheduler.gate, perf_counter()
         keeps_cells = not self._scheduler.cache.memory_ops or self._change_cells()
         if plan.n_guessed and gate.copies_states:
@@ -711,7 +711,7 @@ class EngineLoop:
         self._launch_s += perf_counter() - planned
 
     def _make_samplers(self, plan: BatchPlan) -> bool:
-        """Make the missing samplers. False if memory was missing for one: its request has failed."""
+        """Make the missing samplers. Return False if a request failed because there was no memory for its sampler."""
         for request in plan.requests:
             if request.sampler is None and request.spec.sampler_factory is not None:
                 try:
@@ -722,7 +722,7 @@ class EngineLoop:
         return True
 
     def _sample(self) -> None:
-        """Draw the tokens of the oldest step in flight and commit them. Waits for the step if need be."""
+        """Draw the tokens of the oldest step in flight and commit them. Waits for the step if necessary."""
         oldest = self.in_flight.steps[0]
         plan, executor, scheduler = oldest.plan, self._executor, self._scheduler
         damaged: list[Request] = []
@@ -771,7 +771,7 @@ class EngineLoop:
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
-        """Give the tokens sampled last to their sinks, and note whom to wake."""
+        """Give the last sampled tokens to their sinks, and note which callers to wake."""
         if not self._undelivered and not self.dispatcher.pending:
             return
         began = perf_counter()
@@ -804,7 +804,7 @@ class EngineLoop:
         self._deliver_s += ended - began
 
     def _flush(self, together: bool = False) -> None:
-        """Wake callers; see ``ResultDispatcher.flush``. Requests of closed event loops are cancelled."""
+        """Wake callers; see ``ResultDispatcher.flush``. Cancel the requests of closed event loops."""
         for request in self.dispatcher.flush(together):
             self.cancel(request)
 
@@ -832,7 +832,7 @@ class EngineLoop:
                 self._finished(request)
 
     def _failed(self, plan: BatchPlan, error: Exception) -> None:
-        """End the requests of a step that failed, or make room if it found no cells. The others continue."""
+        """End the requests of a step that failed, or make room if it found no cells. Other requests continue."""
         self._deliver()
         if isinstance(error, StepAbortedError):
             for request in self._scheduler.drop(plan):
@@ -855,7 +855,7 @@ class EngineLoop:
         self._scheduler.resume(request)
 
     def _serve_errors(self, error: BaseException) -> None:
-        """Fail all requests after a defect of the loop itself, and those still to arrive, until ``stop``."""
+        """Fail all current and later requests after a defect of the loop itself, until ``stop``."""
         text = f"the engine thread failed ({error!r}); close this engine and make another"
         self.failure = BackendError(text)
         self.failure.__cause__ = error
@@ -868,7 +868,7 @@ class EngineLoop:
             self.inbox.run_next()
 
     def _give_up(self, request: Request, error: BaseException) -> None:
-        """End a request after a defect. Its caller must get an answer, whatever is broken by now."""
+        """End a request after a defect. Its caller must get an answer, whatever else is broken."""
         with suppress(Exception):
             self._scheduler.fail(request, error)
         if request.state is not State.FINISHED:

@@ -1,11 +1,11 @@
-"""From results to the callers that wait for them.
+"""Delivers results to the callers that wait for them.
 
 Open this file when a result comes late, twice or not at all.
 
 The principle: nobody is woken while the engine thread holds the interpreter's lock. A sink (``sinks.py``) puts a result
-into a mailbox. The mailbox tells the dispatcher, which notes who waits. The next launch runs native code without the
-lock and wakes them there: it writes one byte into the pipe of each event loop and wakes the first waiting thread. Each
-thread wakes the next one when it waits again (``wakers.py``).
+into a mailbox. The mailbox tells the dispatcher, which notes the waiting callers. The next launch runs native code
+without the lock and wakes them there: it writes one byte into the pipe of each event loop and wakes the first waiting
+thread. Each thread wakes the next one when it waits again (``wakers.py``).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ThreadMailbox:
 
 
 class AsyncMailbox:
-    """A mailbox that one asyncio task reads from. Made on its loop's thread.
+    """A mailbox that one asyncio task reads from. Create it on its loop's thread.
 
     ``requests``: the requests that are answered here; they are cancelled if the loop turns out to be closed.
     """
@@ -91,7 +91,7 @@ class AsyncMailbox:
         self._dispatcher.add(self, item)
 
     def receive(self, item: object) -> None:
-        """Accept an item. The loop's thread."""
+        """Accept an item. For the loop's thread."""
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None and not waiter.done():  # done: cancelled, or woken already
@@ -123,7 +123,7 @@ class ResultDispatcher:
     """The callers of one engine that wait for results. Methods are for the engine thread, unless they say otherwise.
 
     A launch writes a byte to each noted event loop's pipe and wakes the first waiting thread. A thread that waits again
-    wakes the next one; if one takes long to return, those that are left are woken together.
+    wakes the next one; if a thread takes long to return, the remaining ones are woken together.
 
     ``at_launch``: ``wakes`` was given to an executor whose launches compute. Otherwise there is nothing to wait for:
     ``flush`` wakes the first thread, and each woken thread wakes the next one before it does its work.
@@ -144,19 +144,19 @@ class ResultDispatcher:
         self.wakes = LaunchWakeList(self._wake_queue)
 
     def add(self, mailbox: AsyncMailbox, item: object) -> None:
-        """Note an item until ``flush``."""
+        """Note an item for the next ``flush``."""
         self.pending = True
         self._loops.setdefault(mailbox.loop, deque()).append((mailbox, item))
 
     def add_thread(self, mailbox: ThreadMailbox) -> None:
-        """Note, until ``flush``, that a mailbox has an item."""
+        """Note for the next ``flush`` that a mailbox has an item."""
         self.pending = True
         self._threads.append(mailbox)
 
     def flush(self, together: bool = False) -> list[Request]:
-        """Wake the noted callers. ``together``: all of them now, as no launch follows soon.
+        """Wake the noted callers. ``together``: wake all of them now, because no launch follows soon.
 
-        Returns the requests of closed event loops: nothing can read their results any more.
+        Returns the requests of closed event loops, whose results nothing can read any more.
         """
         self.pending = False
         waiters: list[Waiter] = []
@@ -177,7 +177,7 @@ class ResultDispatcher:
         return orphans
 
     def wake(self) -> None:
-        """Wake all callers that the next launch was to wake, because it will not happen soon."""
+        """Wake all callers that the next launch was to wake, because no launch will follow soon."""
         if self._wakers:
             files = self.wakes.files
             for waker in list(self._wakers.values()):
@@ -211,7 +211,7 @@ class ResultDispatcher:
     def _remove_closed(self) -> None:
         """Close the wakers of closed event loops. A loop dropped without ``close`` lives as long as the engine.
 
-        It is called when a loop was attached, when a closed one was met, and when there is nothing to do, not every
+        It is called when a loop is attached, when a closed one is found, and when there is nothing to do, but not every
         step.
         """
         self._attached = False
@@ -238,7 +238,10 @@ class ResultDispatcher:
             self._wakers.popitem()[1].dismiss()
 
     def wait(self, waiter: Waiter, timeout: float) -> None:
-        """Wake the next thread, then sleep until woken, for ``timeout`` seconds, or until a signal. That thread."""
+        """Wake the next thread, then sleep until woken, until a signal, or for ``timeout`` seconds.
+
+        The waiting thread.
+        """
         if self._wake_queue.wait(waiter, timeout) and not self._at_launch:
             self._wake_queue.next()
 

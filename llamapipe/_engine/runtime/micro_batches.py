@@ -1,6 +1,6 @@
-"""Whether to split the decoding requests into two micro-batches, so that one is computed while the other is sampled.
+"""Decides whether decoding requests are split into two micro-batches: one is computed while the other is sampled.
 
-Open this file to change when an engine on a device tries that, and when it stops.
+Open this file to change when an engine on a device tries this, and when it stops.
 
 The principle: a formula over measured times predicts the gain, a try measures it, and only a measured gain counts. A
 try that gains nothing doubles the pause before the next one.
@@ -19,13 +19,13 @@ _LONGEST_PAUSE = 64  # windows between two tries
 
 
 class MicroBatchSwitch:
-    """Splits while that is faster: tried when the formula predicts a gain, kept when a gain is measured.
+    """Splits while that is faster: tries it when the formula predicts a gain, keeps it when a gain is measured.
 
-    Let T be the time that a step computes, and b the time of everything else until the next step is launched. Two
+    Let T be the time to compute a step, and b the time of everything else until the next step is launched. Two
     alternating micro-batches are (T + b) / max(2T, b, T + b/2) times as fast as one. A try ends when a window of steps
     has no more tokens per second than the window before the try. Each failed try doubles the pause before the next.
 
-    ``n``: the number of micro-batches now.
+    ``n``: the current number of micro-batches.
     """
 
     def __init__(self, executor: Executor) -> None:

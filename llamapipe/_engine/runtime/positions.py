@@ -1,6 +1,6 @@
-"""llama.cpp's positions of tokens, where those differ from their places in the sequence.
+"""llama.cpp's positions of tokens, where they differ from places in the sequence.
 
-Open this file to change how images with a height and a width (M-RoPE, as of Qwen-VL) are counted.
+Open this file to change how images with a height and a width (M-RoPE, as in Qwen-VL) are counted.
 
 The principle: all other code counts tokens. An image of 4 × 6 rows is 24 tokens of a prompt. In such a model all 24
 rows are at one position, and the next token is max(4, 6) positions after it. The executor keeps the images of each
@@ -26,7 +26,7 @@ Grids = Sequence[Grid]
 
 
 def position_of(grids: Grids, i: int) -> int:
-    """Return the position of token ``i``: for each row of an image that of its first one."""
+    """Return the position of token ``i``; all rows of an image have the position of its first row."""
     n_less = 0
     for grid in grids:
         if i < grid.begin:
@@ -55,6 +55,6 @@ def n_tokens_before(grids: Grids, end: int) -> int:
 
 
 def grids_before(grids: Grids, n: int) -> Grids | None:
-    """Return the images among the first ``n`` tokens; None if these end within one."""
+    """Return the images among the first ``n`` tokens; None if the ``n`` tokens end within an image."""
     images = [grid for grid in grids if grid.begin < n]
     return None if images and images[-1].begin + images[-1].n > n else images

@@ -1,11 +1,11 @@
-"""From sampling parameters to the samplers of requests.
+"""Makes the samplers of requests from sampling parameters.
 
-Open this file when a new option must reach the native sampler, or when params are refused for a vocabulary.
+Open this file when a new option must reach the native sampler, or when a vocabulary makes params invalid.
 
-The principle: whatever depends on the params and the vocabulary alone is done once, in a ``SamplerFactory``: checks,
+The principle: work that depends only on the params and the vocabulary is done once, in a ``SamplerFactory``: checks,
 the compiled constraint, the native options. Requests with equal params share a factory, unless the params have logits
-processors, and ``SamplerFactoryCache`` keeps those used last. A sampler is made when its request gets its first slot.
-If its tokens may take long to draw, because of a constraint or a logits processor, it is a ``BackgroundSampler``.
+processors; ``SamplerFactoryCache`` keeps the most recently used ones. A sampler is made when its request gets its first
+slot. If drawing its tokens may take long, because of a constraint or a logits processor, it is a ``BackgroundSampler``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def choose_seed(params: SamplingParams) -> int:
 
 
 class SamplerFactory:
-    """One SamplingParams resolved for a vocabulary; creates the samplers of its requests.
+    """One SamplingParams resolved for a vocabulary. Creates the samplers of its requests.
 
-    ``reasoning``: what surrounds the reasoning that params limit; None: nothing does.
+    ``reasoning``: the markers around the reasoning that params limit; None: there are none.
 
     ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, for a constraint or logits
-    processors. ``allows_space``: a space, which is no part of the text, may precede it.
+    processors. ``allows_space``: a space may precede the text, without being part of it.
 
-    Raises InvalidRequestError for what this vocabulary does not have and for constraints that cannot be compiled.
+    Raises InvalidRequestError for params that this vocabulary does not support and for constraints that cannot be
+    compiled.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class SamplerFactory:
     def _allow_space(self) -> bool:
         """Return whether a space may precede the texts of ``choice``: running text continues "Answer:" with " yes".
 
-        Without it, a model would choose among tokens that it has hardly ever seen there. A token that is only a space
-        is as rare before "yes", and ``max_tokens=1`` would end there: where no text needs it, it is forbidden.
+        Without the space, a model would choose among tokens that it has hardly ever seen there. A token that is only a
+        space is just as rare before "yes", and ``max_tokens=1`` would end there, so it is forbidden unless a text needs
+        it.
         """
         texts, vocab = self.params.choice, self._vocab
         if texts is None or len(set(texts)) < 2 or any(text[:1].isspace() for text in texts):
@@ -140,7 +142,7 @@ class SamplerFactory:
         return list(tokens[-n:]) if n else []
 
     def make(self, request: Request) -> Sampler:
-        """Make the sampler of a request that gets its first slot. Engine thread.
+        """Make the sampler of a request that gets its first slot. For the engine thread.
 
         If the constraint refuses tokens that the request has already generated, its first draw fails.
         """
@@ -164,7 +166,7 @@ class SamplerFactory:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a request took its grammar to a limit that all of them share: the next one needs a new factory."""
+        """Whether a request's grammar reached a limit that all requests share, so that the next needs a new factory."""
         return self._guides is not None and self._guides.is_exhausted
 
     def _build(
@@ -175,7 +177,10 @@ class SamplerFactory:
         tokens: Sequence[int],
         text: Sequence[int] | None,
     ) -> SamplerChain:
-        """Build a chain after a sequence; see ``_accepted``. ``text``: what it guesses from; None: it does not."""
+        """Build a chain after a sequence; see ``_accepted``.
+
+        ``text``: what it guesses from; None: it makes no guesses.
+        """
         guide = None if self._guides is None else self._guides.new()
         try:
             chain = SamplerChain(self._vocab, seed, self._options, self.params.logits_processors, guide)
@@ -193,9 +198,9 @@ class SamplerFactory:
         return chain
 
     def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
-        """Return tokens that penalties look at, those for a constraint or limit, and all, for logits processors.
+        """Return the tokens for penalties, the tokens for a constraint or limit, and all tokens, for logits processors.
 
-        Copies: other threads may read them.
+        These are copies, because other threads may read them.
         """
         reads_answer = self.is_constrained or self._reasoning is not None
         generated = request.full_sequence[request.n_prompt :] if reads_answer else []
@@ -254,7 +259,7 @@ class SamplerFactory:
 
 
 def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
-    """Refuse what a vocabulary does not have."""
+    """Refuse params that a vocabulary does not support."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         bad = [token for token in getattr(params, name) or () if token >= vocab.n_vocab]
         if bad:

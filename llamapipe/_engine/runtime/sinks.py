@@ -1,10 +1,10 @@
-"""From tokens to results: characters, stop strings, choices and scores.
+"""Turns tokens into results: characters, stop strings, choices and scores.
 
 Open this file when a result has the wrong text, log-probability or finish reason.
 
 The principle: a request has one sink, which runs on the engine thread and alone knows what the caller asked for. It
 joins pieces into characters, searches for stop strings, and puts completions, deltas, tokens or scores into a mailbox.
-A sink never waits and wakes nobody: the mailbox sees to that (``mailboxes.py``).
+A sink never waits and never wakes a caller; the mailbox takes care of that (``mailboxes.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Piece = Callable[[int], bytes]  # a token's bytes
 
 
 def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
-    """Return the log-probability of a request's next token. Ask for each token once."""
+    """Return the log-probability of a request's next token. Call it once for each token."""
     logprob, top = request.logprobs.pop(0)
     return TokenLogprob(token, logprob, _top(top, piece), piece(token))
 
@@ -62,24 +62,27 @@ def _top(top: Sequence[tuple[int, float]], piece: Piece) -> tuple[TopLogprob, ..
 
 
 class Sink:
-    """Receives a request's tokens on the engine thread; subclasses say what goes into the mailbox, and when."""
+    """Receives a request's tokens on the engine thread. Subclasses define what goes into the mailbox, and when."""
 
     __slots__ = ()
 
     def token(self, request: Request, token: int) -> bool:
-        """Take a generated token. Return whether it completed a stop string."""
+        """Accept a generated token. Return whether it completed a stop string."""
         raise NotImplementedError
 
     def finish(self, request: Request) -> None:
-        """Deliver the end of the request: ``finish_reason`` or ``error`` says how."""
+        """Deliver the end of the request, which ``finish_reason`` or ``error`` describes."""
         raise NotImplementedError
 
     def restart_text(self, at_start: bool) -> None:
-        """Forget half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
+        """Drop partial characters and held text because the sequence was changed.
+
+        ``at_start``: only its prompt is left.
+        """
 
 
 class TextSink(Sink):
-    """A sink that gives text with each token. ``skip_space``: without the space that it may begin with."""
+    """A sink that gives text with each token. ``skip_space``: leave out a space at the beginning of the text."""
 
     __slots__ = ("_piece", "_skip_space", "_stops", "_text", "mailbox")
 
@@ -93,15 +96,18 @@ class TextSink(Sink):
         self._text = TextStream(stops, skip_space)
 
     def restart_text(self, at_start: bool) -> None:
-        """Forget half characters and held text: the sequence was changed. ``at_start``: to its prompt."""
+        """Drop partial characters and held text because the sequence was changed.
+
+        ``at_start``: only its prompt is left.
+        """
         self._text = TextStream(self._stops, self._skip_space and at_start)
 
 
 class Choices:
     """The choices of one prompt, which their sinks fill in. The last one puts ``(index, Completion)`` into the mailbox.
 
-    If a choice fails, ``(index, Failure)`` is put there once, and no completion. ``first_at``: when a
-    choice had its first token.
+    If a choice fails, ``(index, Failure)`` is put there once instead of a completion. ``first_at``: when the first
+    choice got its first token.
     """
 
     __slots__ = (
@@ -183,7 +189,7 @@ class Choices:
 class CompletionSink(Sink):
     """Collects one choice of a prompt and hands it to ``choices``, which all choices of that prompt share.
 
-    ``skip_space``: the text is given without the space that it may begin with.
+    ``skip_space``: leave out a space at the beginning of the text.
     """
 
     __slots__ = ("_choices", "_index", "_logprobs", "_parts", "_piece", "_seed", "_skip_space", "_text")
@@ -265,7 +271,7 @@ class ScoreSink(Sink):
         self._index = index
 
     def token(self, request: Request, token: int) -> bool:
-        """Refuse a token: nothing is generated."""
+        """Refuse a token, because nothing is generated."""
         raise AssertionError("a request without tokens has generated one")
 
     def finish(self, request: Request) -> None:
@@ -293,7 +299,7 @@ class DeltaSink(TextSink):
         self._last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] = ("", (), None)
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand text and token over, or keep them for ``finish`` when it follows at once."""
+        """Hand over text and token, or keep them for ``finish`` if it follows at once."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
@@ -319,7 +325,7 @@ class DeltaSink(TextSink):
 
 
 class TokenSink(TextSink):
-    """Puts a Token into the mailbox for every token; None when there is none to give for a ``next``."""
+    """Puts a Token into the mailbox for every token, and None if there is no token for a ``next``."""
 
     __slots__ = ("_last",)
 
@@ -330,13 +336,13 @@ class TokenSink(TextSink):
         self._last: Token | None = None
 
     def continue_character(self, generated: bytes) -> None:
-        """Continue after text that ended with these bytes, of which the last may be half a character."""
+        """Continue after text that ended with these bytes; the last of them may be part of a character."""
         self._text.push_shown(generated)
 
     def fork(self, mailbox: Mailbox, keeps_text: bool) -> TokenSink:
-        """Return another sink of this kind. ``keeps_text``: it begins with this one's half character and held text.
+        """Return another sink of this kind. ``keeps_text``: it begins with this sink's partial character and held text.
 
-        Not while the engine thread gives this one a token.
+        Do not call it while the engine thread gives this sink a token.
         """
         sink = TokenSink(mailbox, self._piece, self._stops, self._skip_space)
         if keeps_text:
@@ -346,7 +352,7 @@ class TokenSink(TextSink):
         return sink
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand the token over, or keep it for ``finish`` when it follows at once: the end is known by then."""
+        """Hand over the token, or keep it for ``finish`` if it follows at once, when the end is known."""
         piece = self._piece(token)
         stream_token = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:
@@ -360,7 +366,7 @@ class TokenSink(TextSink):
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Answer the ``next`` that the end came with; its caller sees the finish reason on the request."""
+        """Answer the ``next`` during which the end came. Its caller sees the finish reason on the request."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return

@@ -1,11 +1,11 @@
-"""Snapshots: a sequence, its KV cells and its saved states as bytes, to be continued later or in another process.
+"""Snapshots: a sequence, its KV cells and its saved states as bytes, to continue later or in another process.
 
 Open this file to change the format of these bytes, or which engine may load them.
 
 The principle: a snapshot is loaded only where its cells mean the same. It has a header, a table of the states, the
-tokens as int32, llama.cpp's state of the whole sequence, those of its beginnings, and a checksum. The header says what
-the cells depend on (``SnapshotFormat``). The checksum does not protect against forgery, so ``state_layout.py`` reads
-each state before llama.cpp does.
+tokens as int32, llama.cpp's state of the whole sequence, the states of its prefixes, and a checksum. The header says
+what the cells depend on (``SnapshotFormat``). The checksum does not protect against forgery, so ``state_layout.py``
+reads each state before llama.cpp does.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ class Layout(Protocol):
     """The form of a context's states; see ``StateLayout``."""
 
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """Return the parts of a context's state of ``n`` tokens as it is stored. Raises StateError for another form."""
+        """Return the parts of a context's state of ``n`` tokens in stored form.
+
+        Raises StateError for an unknown form.
+        """
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """Return a stored state for this context, and whether it is of its tokens' end. Raises StateError."""
+        """Return a stored state for this context, and whether it belongs to the end of its tokens.
+
+        Raises StateError.
+        """
 
 
 class SnapshotFormat(NamedTuple):
     """The properties that a snapshot and an engine must share.
 
-    ``state_version`` is llama.cpp's number for the form of a sequence's state, which it does not check itself.
-    ``states``: the form of this context's states; None: it is not known, and snapshots have tokens alone.
+    ``state_version`` is llama.cpp's version number for sequence states, which llama.cpp does not check itself.
+    ``states``: the form of this context's states; None: it is not known, and snapshots have only tokens.
     """
 
     fingerprint: bytes
@@ -57,8 +63,8 @@ class SnapshotFormat(NamedTuple):
 class Snapshot(NamedTuple):
     """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``.
 
-    ``active_from``: see Request. ``states``: what a memory that cannot go back had after a number of tokens, in
-    rising order. ``is_stale``: ``state`` has the cells, and what else it has is of a later place.
+    ``active_from``: see Request. ``states``: the states of a memory that cannot go back after numbers of tokens, in
+    ascending order. ``is_stale``: the cells in ``state`` are right, but everything else in it belongs to a later place.
     """
 
     tokens: list[int]
@@ -76,7 +82,7 @@ def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
 
 
 def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
-    """Return the bytes of a snapshot in parts, of which some are parts of the states that it has."""
+    """Return the bytes of a snapshot in parts, some of which are parts of its states."""
     n_cells = snapshot.n_cells
     state: list[Bytes] = []
     states: list[tuple[int, list[Bytes]]] = []
@@ -109,8 +115,8 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
 def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     """Return the snapshot in ``data``, with states that a context of this layout can load.
 
-    It has no states if their form is not known. Raises InvalidRequestError for bytes that are no snapshot, or are
-    damaged, or belong to another model or other types of keys and values.
+    The snapshot has no states if their form is not known. Raises InvalidRequestError for bytes that are not a snapshot,
+    are damaged, or belong to another model or other types of keys and values.
     """
     kind, version = bytes(data[: len(_KIND)]), bytes(data[len(_KIND) : len(_MAGIC)])
     if kind == _KIND and version != _VERSION and len(data) >= _HEADER.size:

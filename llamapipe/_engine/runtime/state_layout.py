@@ -3,13 +3,13 @@
 Open this file when llama.cpp changes that layout (``state_version``), or gets a kind of memory with other parts.
 
 The principle: a state from a file is read here first, part by part. llama.cpp compares the types and sizes of rows, but
-it trusts positions, and it asserts counts: a wrong one would end the process. So it only gets states that a context of
-this model could have written.
+it trusts positions and asserts counts: a wrong count would end the process. So llama.cpp only gets states that a
+context of this model could have written.
 
 A state is a start, then parts. A part with *cells* has, for each stream of the context, the number of its cells, their
-table and their values; a window's part has the last cells only. The *recurrent* part has one row for each tensor. Which
-parts there are, and how long recurrent rows are, is read from the states of an empty sequence. Stored states have one
-stream, so that a context with any number of sequences can load them.
+table and their values; a window's part has only the last cells. The *recurrent* part has one row for each tensor. The
+states of an empty sequence show which parts exist and how long recurrent rows are. Stored states have one stream, so
+that a context with any number of sequences can load them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class _Reader:
 class StateLayout:
     """The layout of one context's states.
 
-    ``n_streams``: streams of KV cells. ``n_caches``, ``n_windows``: parts with cells in a whole state, and in a partial
-    one, which has only what cannot go back. ``rows``: the headers of the recurrent rows; empty if there is no recurrent
-    part. ``has_values``: cells have values besides keys. ``has_grid``: cells have positions of several kinds.
+    ``n_streams``: the number of streams of KV cells. ``n_caches``, ``n_windows``: the number of parts with cells in a
+    whole state and in a partial state, which has only what cannot go back. ``rows``: the headers of the recurrent rows;
+    empty if there is no recurrent part. ``has_values``: cells have values besides keys. ``has_grid``: cells have
+    positions of several kinds.
     """
 
     n_streams: int
@@ -101,11 +102,14 @@ class StateLayout:
         return cls(n_streams, n_caches, n_windows, rows, has_values, has_grid)
 
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """Return the parts of a context's state of ``n`` tokens as stored. Raises StateError for another layout."""
+        """Return the parts of a context's state of ``n`` tokens in stored form.
+
+        Raises StateError for another layout.
+        """
         return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """Return a stored state of ``n`` tokens in this context's layout, and whether it was taken at their end.
+        """Return a stored state of ``n`` tokens in this context's layout, and whether it was saved at their end.
 
         If not, only its cells can be used, together with another state. Raises StateError.
         """
@@ -132,7 +136,7 @@ class StateLayout:
         return parts, end < 0 or end == n
 
     def _cells(self, reader: _Reader, n_streams: int, end: int, n: int) -> tuple[memoryview, int]:
-        """Return the cells of the only stream that has some, and the position after the last cell, at least ``n``.
+        """Return the cells of the only stream that has any, and the position after the last cell, at least ``n``.
 
         ``end``: that position in the first part, which has all cells from 0 on; -1 if this is the first part.
         """
@@ -192,7 +196,7 @@ class StateLayout:
 def _parts_of_empty(state: bytes, n_streams: int) -> tuple[int, tuple[bytes, ...]]:
     """Return the parts with cells in the state of an empty sequence, and the headers of its recurrent rows.
 
-    The first header is that of the whole part. Raises StateError for unknown parts.
+    The first header describes the whole part. Raises StateError for unknown parts.
     """
     reader = _Reader(state)
     reader.skip(_START.size)

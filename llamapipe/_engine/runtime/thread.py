@@ -3,7 +3,7 @@
 Open this file when closing, forking or Ctrl-C leaves an engine in a bad state.
 
 The principle: callers never touch the scheduler or the context. They put commands into the inbox, and the loop executes
-them between two steps, in the order of calls. Nothing here knows how steps are planned or run.
+them between two steps, in order. Nothing here knows how steps are planned or run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineThread:
 
     # ---- start, checks
     def start(self) -> None:
-        """Start the thread. If Ctrl-C interrupts this call, close the engine thread: it may run or not."""
+        """Start the thread. If Ctrl-C interrupts this call, close the engine thread, because it may be running."""
         with self._lock:  # closing at the exit waits until the thread has begun
             close_at_exit(self)
             self._thread.start()
@@ -85,11 +85,11 @@ class EngineThread:
         return self._closing
 
     def in_child(self) -> bool:
-        """Return whether the thread belongs to another process, also after a fork in C code, which runs no hooks."""
+        """Return whether the thread belongs to another process, even after a fork in C code, which runs no hooks."""
         return self.forked or self._pid != os.getpid()
 
     def check_caller(self) -> None:
-        """Raise EngineClosedError in a process that was forked from the engine's, RuntimeError in its threads."""
+        """Raise EngineClosedError in a fork of the engine's process, RuntimeError in the engine's own threads."""
         if self.forked or self._pid != os.getpid():  # as ``in_child``
             raise EngineClosedError(
                 "the engine was made before fork(); make one in the child process, or use the spawn start method"
@@ -101,7 +101,7 @@ class EngineThread:
             )
 
     def check_open(self) -> None:
-        """Raise EngineClosedError when the engine is closed; raise as ``check_caller`` does, too."""
+        """Raise EngineClosedError if the engine is closed; also raise as ``check_caller`` does."""
         self.check_caller()
         if self._closing:
             end_thread_at_exit()
@@ -111,7 +111,7 @@ class EngineThread:
     def submit(self, *requests: Request, of_list: bool = False) -> None:
         """Queue new requests, so that one step takes them all if it can. Raises EngineClosedError.
 
-        ``of_list``: they belong to a list that came before ``close``.
+        ``of_list``: they belong to a list that was submitted before ``close``.
         """
         with self._lock:
             if not of_list or self._stopped:
@@ -119,9 +119,9 @@ class EngineThread:
             self._inbox.put(self.loop.add, *requests)
 
     def begin_list(self, key: object, submit_rest: Callable[[], None]) -> None:
-        """Note a list that is submitted in parts. ``close`` calls ``submit_rest``, as its caller waits for all of it.
+        """Note a list that is submitted in parts.
 
-        Raises EngineClosedError.
+        ``close`` calls ``submit_rest``, because a caller waits for the whole list. Raises EngineClosedError.
         """
         with self._lock:
             self.check_open()
@@ -132,13 +132,13 @@ class EngineThread:
         self._lists.pop(key, None)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the engine thread, between two steps and in the order of calls. Does not wait."""
+        """Call a function on the engine thread, between two steps and in order. Does not wait."""
         self._inbox.put(function, *arguments)
 
     def note_waiting_thread(self) -> None:
         """Note that the calling thread is about to submit a request and to wait for it.
 
-        If no other thread could submit before then, an idle engine starts its step at once.
+        If no other thread could submit first, an idle engine starts its step at once.
         """
         caller = threading.current_thread()
         is_single = True
@@ -165,7 +165,7 @@ class EngineThread:
         self._inbox.put(self.loop.restore, request, snapshot)
 
     def release(self, request: Request) -> None:
-        """Unpin the saved cells of a request that has ended: they need not be kept any more."""
+        """Unpin the saved cells of a request that has ended, so that they may be dropped."""
         self._inbox.put(self.loop.release, request)
 
     def resume(self, request: Request) -> None:
@@ -181,7 +181,7 @@ class EngineThread:
         self.loop.in_flight.abort_cancelled()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return the result of a function called on the engine thread between two steps, or here after its end.
+        """Call a function on the engine thread between two steps, or here after the thread's end. Return its result.
 
         Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
         """
@@ -224,7 +224,7 @@ class EngineThread:
 
     # ---- end
     def close_soon(self) -> None:
-        """Close as ``close(drain=False)`` does, for destructors: take no lock of the engine, wait a second at most."""
+        """Close like ``close(drain=False)``, for destructors: take no lock of the engine, wait at most a second."""
         self._closing = self._stopped = True
         self._inbox.put(self.loop.stop, False)
         self.loop.in_flight.abort_all()
@@ -233,9 +233,9 @@ class EngineThread:
         forget(self)
 
     def close(self, drain: bool) -> None:
-        """End the thread and wait for it; the context is freed then. Does nothing in a forked child.
+        """End the thread, wait for it and so free the context. Does nothing in a forked child.
 
-        ``drain``: finish the open requests first, else cancel them.
+        ``drain``: finish the open requests first; otherwise cancel them.
         """
         if self.in_child():
             return

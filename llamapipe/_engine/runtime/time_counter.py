@@ -1,4 +1,4 @@
-"""A histogram that grows: the durations of steps, and of waits in the queue.
+"""A histogram for durations of steps and of waits in the queue.
 
 Open this file to change the bounds of the histograms in ``EngineStats``.
 """
@@ -14,7 +14,7 @@ BOUNDS_S = tuple(2.0**i / 1000 for i in range(-2, 18))
 
 
 class TimeCounter:
-    """A histogram that grows. One thread adds; any thread may take a copy."""
+    """A histogram of durations. One thread adds to it; any thread may copy it."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)
@@ -24,7 +24,7 @@ class TimeCounter:
         return f"<TimeCounter n={sum(self._counts)}>"
 
     def add(self, seconds: float) -> None:
-        """Count one time."""
+        """Count one duration."""
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self._total_s += seconds
 

@@ -1,11 +1,11 @@
-"""How callers are woken without the interpreter's lock: threads in native code, event loops through a pipe.
+"""Wakes callers without the interpreter's lock: threads in native code, event loops through a pipe.
 
 Open this file to change how a thread sleeps, or how an event loop learns of its items.
 
-The principle: waking callers from Python releases the interpreter's lock for each of them, and the
-thread that takes it delays the next step. So the list of callers to wake is kept in memory
-that native code reads during a launch (``LaunchWakeList``), and threads then wake one another in
-turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait, so none is lost.
+The principle: waking callers from Python releases the interpreter's lock for each caller, and the thread that takes the
+lock delays the next step. So native code reads the list of callers to wake during a launch (``LaunchWakeList``), and
+threads then wake one another in turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait, so
+none is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATIENCE_S = 200e-6  # a reader's work for a token and its wake-up take 10 to 3
 class WakeQueue:
     """Waiting threads that are woken one after another: each wakes the next one when it waits again. Any thread.
 
-    ``handle``: for native code. Raises MemoryError, here and in ``waiter``.
+    ``handle``: for native code. The constructor and ``waiter`` raise MemoryError.
     """
 
     def __init__(self) -> None:
@@ -50,37 +50,37 @@ class WakeQueue:
         return self._native.ffi.gc(handle, free)
 
     def wait(self, waiter: Waiter, timeout: float) -> bool:
-        """Wake the next thread and sleep. False after ``timeout`` seconds or a signal."""
+        """Wake the next thread and sleep. Return False after ``timeout`` seconds or a signal."""
         woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
         return woken
 
     def asleep(self, waiter: Waiter) -> bool:
-        """Return whether a thread sleeps on it."""
+        """Return whether a thread sleeps on the waiter."""
         sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
         return sleeps
 
     def add(self, waiters: Sequence[Waiter]) -> None:
-        """Append waiters to the queue, without waking them."""
+        """Append waiters to the queue without waking them."""
         if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:
-        """Wake the next sleeping thread; all of them if the last one took long to wait again."""
+        """Wake the next sleeping thread, or all if the last one takes long to wait again."""
         self._native.lib.lp_wake_queue_yield_turn(self.handle)
 
     def wake_all_if_stalled(self) -> None:
-        """Wake all threads that are left if the last one took long. CPU launches call this while they compute."""
+        """Wake all remaining threads if the last one takes long. CPU launches call this while they compute."""
         self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
-        """Wake all threads that are left."""
+        """Wake all remaining threads."""
         self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
 class LaunchWakeList:
     """Threads and event loops to wake at the next launch.
 
-    Kept in shared memory that native code reads, because a cffi call for each entry would release the GIL each time.
+    It is in shared memory that native code reads, because a cffi call for each entry would release the GIL each time.
 
     For the thread that launches.
     """
@@ -129,11 +129,11 @@ class LaunchWakeList:
         self.handle.n_waiters = n
 
     def begin(self) -> None:
-        """Do what a launch does first: write the bytes and wake the first thread."""
+        """Write the bytes and wake the first thread, as a launch does first."""
         self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
-        """Wake all of them now, and the threads left in the queue."""
+        """Wake all entries now, and the threads left in the queue."""
         self._native.lib.lp_wake_list_wake_all(self.handle)
 
 
@@ -144,11 +144,11 @@ _MOST_RINGS = 64  # read at once; more would take memory from another allocator,
 class LoopWaker(Generic[T]):
     """The items that wait for one loop, and the pipe that the loop watches.
 
-    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread wakes at once and holds the GIL while
-    it has work, and meanwhile the next step is not computed.
+    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread would wake at once and hold the GIL
+    while it has work, which would delay the next step.
 
-    Made on the loop's thread. Raises NotImplementedError where the loop cannot watch files, OSError when there are no
-    more, RuntimeError when the loop is closed.
+    Create it on the loop's thread. Raises NotImplementedError if the loop cannot watch files, OSError if there are no
+    more file descriptors, RuntimeError if the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], object]) -> None:
@@ -178,7 +178,7 @@ class LoopWaker(Generic[T]):
     def put(self, item: T) -> bool:
         """Add an item. Return whether the loop's pipe must get a byte.
 
-        It gets it from ``ring`` or through ``fd``. Engine thread.
+        The byte is written by ``ring`` or through ``fd``. For the engine thread.
         """
         self._items.append(item)
         if self._rung:  # checked after the append: the answer that resets it takes this item, too
@@ -187,7 +187,7 @@ class LoopWaker(Generic[T]):
         return True
 
     def ring(self) -> None:
-        """Wake the loop. Engine thread; also the loop's own thread, if Ctrl-C interrupted it."""
+        """Wake the loop. For the engine thread, and for the loop's own thread if Ctrl-C interrupted it."""
         with suppress(BlockingIOError):  # full: it has been woken often enough
             os.write(self.fd, b"\0")
 
@@ -209,7 +209,7 @@ class LoopWaker(Generic[T]):
             raise
 
     def dismiss(self) -> None:
-        """Tell the loop to take the rest and to stop watching the pipe: no item follows. Any thread."""
+        """Tell the loop to take the remaining items and stop watching the pipe: no item follows. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._leave)
         except RuntimeError:  # the loop is closed
@@ -221,7 +221,7 @@ class LoopWaker(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Close the pipe, which no loop may watch any more. A second call does nothing."""
+        """Close the pipe, which no loop may be watching. A second call does nothing."""
         if self._open:
             self._open = False
             os.close(self._read_end)

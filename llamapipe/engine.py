@@ -120,7 +120,7 @@ class EngineTuning:
     - ``moe_cache_size``: bytes of GPU memory for experts that ``Model(n_cpu_moe=...)`` keeps on the CPU: the most
       recently used are computed on the GPU. None: no such cache. It is experimental in llama.cpp.
     - ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``: details of ``rope_scaling``
-      ``"yarn"``, with llama.cpp's names; None: the file's values, or those of the paper (arXiv 2309.00071).
+      ``"yarn"``, with llama.cpp's names; None: the file's values, or the paper's (arXiv 2309.00071).
     - ``min_room``: tokens of the context that a prompt must leave for its answer, or ``max_tokens`` if that is fewer;
       longer prompts are refused. With 1, the default, an agent may get an answer of one token where it should have
       shortened its conversation.
@@ -621,7 +621,7 @@ class Engine(BlockingCalls, AsyncOwner):
     ):
         """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
-        - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
+        - ``prompts``: any iterable, including a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
         - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
         - ``params``: one for all prompts, or an iterable with one for each.
@@ -971,8 +971,8 @@ class Engine(BlockingCalls, AsyncOwner):
         """Compute a prompt and keep its KV cells in host memory until they are released.
 
         Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
-        those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in the
-        requests that will use the prefix.
+        the result of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in
+        the requests that will use the prefix.
 
         Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
         more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.
@@ -1337,7 +1337,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
     # ---- state
     def stats(self) -> EngineStats:
-        """Return a consistent copy of the counters. Waits for the running step. Any thread, also after ``close``."""
+        """Return a consistent copy of the counters. Waits for the running step. Any thread, even after ``close``."""
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def reset_prefix_cache(self) -> None:

@@ -333,7 +333,7 @@ def _seed_of_fork(seed: int, index: int) -> int:
 class AsyncStream(StreamReader):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    Cancelling a task that waits for a delta cancels the request, too. For one task at a time, in one event loop: if a
+    Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
     second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
     Iterating raises the request's error, or TimeoutError after its timeout.
     """

@@ -177,7 +177,7 @@ class BlockingCalls(EngineParts):
     ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
         """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
-        - ``prompts``: any iterable, also a generator. It is read as slots become free. For asyncio it may be
+        - ``prompts``: any iterable, including a generator. It is read as slots become free. For asyncio it may be
           asynchronous; completions are then also yielded while it waits for its next prompt.
         - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
         - ``params``: one for all prompts, or an iterable with one for each.
@@ -509,8 +509,8 @@ class BlockingCalls(EngineParts):
         """Compute a prompt and keep its KV cells in host memory until they are released.
 
         Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
-        those of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in the
-        requests that will use the prefix.
+        the result of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in
+        the requests that will use the prefix.
 
         Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
         more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.

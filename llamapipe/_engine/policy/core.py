@@ -192,19 +192,19 @@ class RequestSpec(NamedTuple):
     tokens in all, until its consumer raises the budget. ``resumable``: after "stop" and "length" the request keeps its
     slot, and may be trimmed and continued. ``sink``: receives the results; None: nothing reads them.
     ``sampler_factory``: None: nothing is generated. ``grammar_budget``: the time its constraint may take, for the
-    factory. ``uses_cache``: it may begin with cells of other requests, and they with its cells. ``cache_key``: what its
-    cells depend on besides its tokens, and who may use them: cells with different keys are never shared, even if the
-    tokens are equal. ``keeps_cells``: its cells are saved and pinned when it ends. ``logprob_targets``: which of its
-    own tokens are scored. ``wants_logprobs``: each generated token comes with log-probabilities. ``priority``: requests
-    with a higher priority come first. ``caller``: all requests of one caller share its turns; None: the caller has only
-    this request. ``share``: the callers of one share take turns with the callers of others. ``n_generated``: how many
-    of its last tokens were generated before. ``speculates``: a step may have tokens that its sampler guesses.
-    ``drafts``: a step may have tokens that the engine's draft model guesses. ``unguessed``: why it has neither,
-    although the engine's other requests may. ``adapters``: the adapters that compute it, which ``cache_key`` must also
-    name; None: the model alone. ``activation``: what replaces ``adapters`` from some token on; None: nothing.
-    ``spans``: the images and sounds among its tokens, in order. ``places``: the numbers of tokens before the places
-    where other prompts are likely to diverge, such as the starts of messages. ``conversation``: the key under which its
-    sequence is remembered; None: it is not remembered.
+    factory. ``uses_cache``: it may begin with other requests' cells, and other requests may begin with its cells.
+    ``cache_key``: what its cells depend on besides its tokens, and who may use them: cells with different keys are
+    never shared, even if the tokens are equal. ``keeps_cells``: its cells are saved and pinned when it ends.
+    ``logprob_targets``: which of its own tokens are scored. ``wants_logprobs``: each generated token comes with
+    log-probabilities. ``priority``: requests with a higher priority come first. ``caller``: all requests of one caller
+    share its turns; None: the caller has only this request. ``share``: the callers of one share take turns with the
+    callers of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may
+    have tokens that its sampler guesses. ``drafts``: a step may have tokens that the engine's draft model guesses.
+    ``unguessed``: why it has neither, although the engine's other requests may. ``adapters``: the adapters that compute
+    it, which ``cache_key`` must also name; None: the model alone. ``activation``: what replaces ``adapters`` from some
+    token on; None: nothing. ``spans``: the images and sounds among its tokens, in order. ``places``: the numbers of
+    tokens before the places where other prompts are likely to diverge, such as the starts of messages.
+    ``conversation``: the key under which its sequence is remembered; None: it is not remembered.
     """
 
     max_tokens: int | None = None

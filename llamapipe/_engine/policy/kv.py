@@ -913,7 +913,7 @@ class KvCache:
             state.n_offered = state.n
 
     def drop(self, unused: Unused) -> None:
-        """Drop cells that no request uses, and the states of those of their prefixes that no other sequence has."""
+        """Drop cells that no request uses, and the states of prefixes that no other sequence has."""
         if unused.slot >= 0:
             self._tree.remove(self._unpark(unused.slot))
             self.memory_ops.append(Remove(unused.slot, 0))

@@ -57,7 +57,7 @@ class _Expected:
 
 
 class BackgroundSampler:
-    """Makes and uses a ``SamplerChain`` in ``FairThreads``. Methods are for the engine thread.
+    """Builds a ``SamplerChain`` and draws with it in ``FairThreads``. Methods are for the engine thread.
 
     ``build``: makes the chain. ``budget``: limits the processor time of its jobs, perhaps together with other samplers;
     None: no limit. ``share``, ``is_python``: passed on with its jobs, see FairThreads. ``guesses``: whether it guesses

@@ -566,7 +566,7 @@ def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> Cache
 def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:
     """Return the parts of a file.
 
-    Empty if the form of the cells is not that of an empty context: only tokens are left.
+    Returns no parts if the cells have another form than in an empty context: then only tokens are left.
     """
     cells = sequence.cells
     snapshot = Snapshot(

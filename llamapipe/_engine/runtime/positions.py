@@ -38,7 +38,7 @@ def position_of(grids: Grids, i: int) -> int:
 
 
 def end_position(grids: Grids, n: int) -> int:
-    """Return the position after those of the first ``n`` tokens."""
+    """Return the position after the first ``n`` tokens."""
     return position_of(grids, n - 1) + 1 if n > 0 else 0
 
 

@@ -185,7 +185,7 @@ _ALLOWED = (
 
 
 class RequestSpec(NamedTuple):
-    """The options for continuing a sequence. The caller's thread builds it once; it never changes.
+    """The options for continuing a sequence. The caller's thread builds them once; they never change.
 
     ``max_tokens``: maximum number of tokens generated since the start or the last append; None: no limit; 0: the
     request only computes its ``logprob_targets``. ``token_budget``: the request pauses when it has generated this many

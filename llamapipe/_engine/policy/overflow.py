@@ -29,9 +29,9 @@ class Overflow:
         return f"<Overflow {self._mode} n_keep={self._n_keep}>"
 
     def drop(self, request: Request, cache: KvCache) -> bool:
-        """Drop old tokens of a full request, and with them its order among running requests.
+        """Drop old tokens of a full request.
 
-        Return False if it ends.
+        The request must then be sorted again among those that run. Returns False if it ends.
         """
         if self._mode == "stop":
             return False

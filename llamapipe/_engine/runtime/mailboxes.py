@@ -240,7 +240,7 @@ class ResultDispatcher:
     def wait(self, waiter: Waiter, timeout: float) -> None:
         """Wake the next thread, then sleep until woken, until a signal, or for ``timeout`` seconds.
 
-        The waiting thread.
+        For the waiting thread.
         """
         if self._wake_queue.wait(waiter, timeout) and not self._at_launch:
             self._wake_queue.next()

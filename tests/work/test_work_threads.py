@@ -199,6 +199,7 @@ def test_a_long_job_gets_a_lower_priority() -> None:
 def test_no_more_threads_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while all of them take long."""
     monkeypatch.setattr(module, "_LONG_S", 0.0)
+    others = threading.enumerate()  # of other tests
     threads, gate = FairThreads(3), threading.Event()
     n_running = 0
 
@@ -217,7 +218,7 @@ def test_no_more_threads_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(relieved)
     for _ in range(10):
         threads.add_spare_thread()
-    n = sum(thread.name == WORK_THREAD_NAME for thread in threading.enumerate())
+    mine = [thread for thread in threading.enumerate() if thread not in others]
     gate.set()
     threads.close()
-    assert n == 3
+    assert [thread.name for thread in mine] == [WORK_THREAD_NAME] * 3

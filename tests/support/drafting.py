@@ -9,6 +9,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.speculation import Worth
 from llamapipe._engine.runtime.draft import Eagle3Draft, MtpLayer
 
 Drafts = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -33,8 +34,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, kind: type[Eagle3Draft] | type[MtpLay
     seen: Drafts = []
     draft = kind.draft
 
-    def watched(self: Any, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        made = draft(self, chosen)
+    def watched(self: Any, chosen: Mapping[Request, int], *worth: Worth) -> dict[Request, Sequence[int]]:
+        made = draft(self, chosen, *worth)
         for request in chosen:  # cells of drafted tokens come from drafted states
             assert self._context.seq_pos_max(request.slot) < len(request.tokens)
         seen.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
@@ -42,3 +43,33 @@ def watch(monkeypatch: pytest.MonkeyPatch, kind: type[Eagle3Draft] | type[MtpLay
 
     monkeypatch.setattr(kind, "draft", watched)
     return seen
+
+
+def check_texts(engine: lp.Engine, way: dict[str, Any]) -> None:
+    """Seven requests have the texts that they have without drafts; a seed's text shows the same distribution."""
+    each = [params(seed=i, **way) for i in range(7)]
+    plain = [params(seed=i, **way | {"speculate": "off"}) for i in range(7)]
+    expected = engine.generate(PROMPTS, plain)
+    assert engine.stats().n_drafted == 0
+    for completion, without in zip(engine.generate(PROMPTS, each), expected, strict=True):
+        assert completion.token_ids == without.token_ids
+        assert completion.finish_reason == without.finish_reason
+    stats = engine.stats()
+    assert stats.n_drafted_by_model > 50
+    assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
+    engine.check_integrity()
+
+
+def check_fork_and_snapshot(engine: lp.Engine) -> None:
+    """A fork and a restored snapshot write the rest of the text that there is without drafts."""
+    expected = engine.generate(PROMPTS[3], params(60, speculate="off")).token_ids
+    with engine.start(PROMPTS[3], params(60)) as generation:
+        head = [token.id for token in (generation.next() for _ in range(11)) if token is not None]
+        with generation.fork() as forked:
+            rest = [token.id for token in forked]
+        snapshot = generation.snapshot()
+    assert (*head, *rest) == tuple(expected)
+    with engine.restore(snapshot, params(60)) as restored:
+        rest = [token.id for token in restored]
+    assert (*head, *rest)[: len(expected)] == tuple(expected)
+    engine.check_integrity()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from support.drafting import PROMPTS, RANDOM, Drafts, params, watch
+from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
 from support.eager_gate import EagerGate
 from support.eagle3_models import eagle3_draft, eagle3_target, n_tokens
 from support.gguf_document import STRING, unpack
@@ -87,18 +87,7 @@ def test_texts_are_those_without_drafts(
 ) -> None:
     """Seven requests in four slots; a seed's text shows that the distribution is the same."""
     with make_engine(model, n_ctx=256, n_seq_max=4, draft=heads[head]) as engine:
-        each = [params(seed=i, **WAYS[way]) for i in range(7)]
-        plain = [params(seed=i, **WAYS[way] | {"speculate": "off"}) for i in range(7)]
-        expected = engine.generate(PROMPTS, plain)
-        assert engine.stats().n_drafted == 0
-        found = engine.generate(PROMPTS, each)
-        for completion, plain_one in zip(found, expected, strict=True):
-            assert completion.token_ids == plain_one.token_ids
-            assert completion.finish_reason == plain_one.finish_reason
-        stats = engine.stats()
-        assert stats.n_drafted_by_model > 50
-        assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
-        engine.check_integrity()
+        check_texts(engine, WAYS[way])
 
 
 @pytest.mark.parametrize("head", ["right", "with the model's matrices"])
@@ -186,16 +175,7 @@ def test_fork_snapshot_and_choices(
     make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model]
 ) -> None:
     with make_engine(model, n_ctx=256, n_seq_max=3, draft=heads["right"]) as engine:
-        expected = engine.generate(PROMPTS[3], params(60, speculate="off")).token_ids
-        with engine.start(PROMPTS[3], params(60)) as generation:
-            head = [token.id for token in (generation.next() for _ in range(11)) if token is not None]
-            with generation.fork() as forked:
-                rest = [token.id for token in forked]
-            snapshot = generation.snapshot()
-        assert (*head, *rest) == tuple(expected)
-        with engine.restore(snapshot, params(60)) as restored:
-            rest = [token.id for token in restored]
-        assert (*head, *rest)[: len(expected)] == tuple(expected)
+        check_fork_and_snapshot(engine)
         done = engine.generate(PROMPTS[6] * 3, params(20, n=4, seed=1, **RANDOM))
         assert len({tuple(choice.token_ids) for choice in done.choices}) > 1
         engine.check_integrity()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafting import PROMPTS, RANDOM, Drafts, params, watch
+from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
 from support.eager_gate import EagerGate
 from support.gguf_models import tiny_architecture
 from support.inside import scheduler_of
@@ -82,18 +82,7 @@ def test_texts_are_those_without_drafts(
 ) -> None:
     """Seven requests in four slots; a seed's text shows that the distribution is the same."""
     with make_engine(models[head], n_ctx=256, n_seq_max=4, draft="mtp") as engine:
-        each = [params(seed=i, **WAYS[way]) for i in range(7)]
-        plain = [params(seed=i, **WAYS[way] | {"speculate": "off"}) for i in range(7)]
-        expected = engine.generate(PROMPTS, plain)
-        assert engine.stats().n_drafted == 0
-        found = engine.generate(PROMPTS, each)
-        for completion, plain_one in zip(found, expected, strict=True):
-            assert completion.token_ids == plain_one.token_ids
-            assert completion.finish_reason == plain_one.finish_reason
-        stats = engine.stats()
-        assert stats.n_drafted_by_model > 50
-        assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
-        engine.check_integrity()
+        check_texts(engine, WAYS[way])
 
 
 def test_a_right_layer_saves_steps(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
@@ -237,17 +226,7 @@ def test_saved_cells_have_no_states(make_engine: MakeEngine, models: dict[str, l
 
 def test_fork_and_snapshot(make_engine: MakeEngine, models: dict[str, lp.Model]) -> None:
     with make_engine(models["right"], n_ctx=256, n_seq_max=3, draft="mtp") as engine:
-        expected = engine.generate(PROMPTS[3], params(60, speculate="off")).token_ids
-        with engine.start(PROMPTS[3], params(60)) as generation:
-            head = [token.id for token in (generation.next() for _ in range(11)) if token is not None]
-            with generation.fork() as forked:
-                rest = [token.id for token in forked]
-            snapshot = generation.snapshot()
-        assert (*head, *rest) == tuple(expected)
-        with engine.restore(snapshot, params(60)) as restored:
-            rest = [token.id for token in restored]
-        assert (*head, *rest)[: len(expected)] == tuple(expected)
-        engine.check_integrity()
+        check_fork_and_snapshot(engine)
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from support.drafting import PROMPTS, RANDOM, Drafts, params
+from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, params
 from support.eager_gate import EagerGate
 from support.gguf_models import tiny_architecture, tiny_model
 from support.inside import scheduler_of
@@ -138,17 +138,7 @@ def test_scarce_cells(make_engine: MakeEngine, models: Models, options: dict[str
 
 def test_fork_and_snapshot(make_engine: MakeEngine, models: Models) -> None:
     with make_engine(models["itself"], n_ctx=256, n_seq_max=3, draft=models["itself"]) as engine:
-        expected = engine.generate(PROMPTS[3], params(60, speculate="off")).token_ids
-        with engine.start(PROMPTS[3], params(60)) as generation:
-            head = [token.id for token in (generation.next() for _ in range(11)) if token is not None]
-            with generation.fork() as forked:
-                rest = [token.id for token in forked]
-            snapshot = generation.snapshot()
-        assert (*head, *rest) == tuple(expected)
-        with engine.restore(snapshot, params(60)) as restored:
-            rest = [token.id for token in restored]
-        assert (*head, *rest)[: len(expected)] == tuple(expected)
-        engine.check_integrity()
+        check_fork_and_snapshot(engine)
 
 
 # ---- a draft model with a state

@@ -143,12 +143,15 @@ def submitted(engine: lp.Engine, function: Callable[..., Any], *arguments: Any) 
     return worker
 
 
-def wait_until(condition: Callable[[], object], every_s: float = 0.001, within_s: float = PATIENCE_S) -> None:
+def wait_until(
+    condition: Callable[[], object], every_s: float = 0.001, within_s: float | None = None
+) -> None:
     """Looks every ``every_s`` seconds until ``condition`` holds.
 
-    Raises AssertionError, which shows the condition and its last value, when it does not ``within_s``.
+    Raises AssertionError, which shows the condition and its last value, when it does not ``within_s``, or within
+    ``PATIENCE_S``.
     """
-    deadline = monotonic() + within_s
+    deadline = monotonic() + (PATIENCE_S if within_s is None else within_s)
     pause = threading.Event()
     while not (value := condition()):
         assert monotonic() < deadline, f"waited in vain for {_source(condition)}; it was {value!r}"

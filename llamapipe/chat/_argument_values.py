@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from llamapipe.chat._call_format import CallFormat
 from llamapipe.chat._reader import (
     Malformed,
     Reading,
     TextBuffer,
-    ahead,
-    expect,
-    json_value,
-    skip,
-    some,
-    spaces,
-    take_while,
-    until,
 )
 
+T = TypeVar("T")
 Show = Callable[[str], None]
 KEY = re.compile(r"[^\s:={}\[\](),\"'<>]*")
 _MAX_DEPTH = 60
@@ -38,48 +31,51 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -> Reading[Any]:
     """Read a Python literal, or JSON: strings, numbers, lists, tuples, dicts, True, false, None."""
-    if depth > _MAX_DEPTH or not (yield from some(buffer)):
+    if depth > _MAX_DEPTH or not (yield from buffer.some()):
         raise Malformed
     if buffer.next_is("\"'"):
         return (yield from _python_string(buffer, show))
-    if buffer.next_is("{"):
-        members = {}
-        buffer.take(1)
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, "}")):
-            key = yield from python_value(buffer, depth=depth + 1)
-            yield from expect(buffer, ":")
-            yield from spaces(buffer)
-            if not isinstance(key, str):
-                raise Malformed
-            members[key] = yield from python_value(buffer, depth=depth + 1)
-            yield from next_item(buffer, "}")
-        return members
+    if (yield from buffer.skip("{")):
+        return dict((yield from _items(buffer, "}", lambda: _python_member(buffer, depth + 1))))
     if buffer.next_is("[("):
         end = "]" if buffer.take(1) == "[" else ")"
-        items = []
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, end)):
-            items.append((yield from python_value(buffer, depth=depth + 1)))
-            yield from next_item(buffer, end)
-        return items
+        return (yield from _items(buffer, end, lambda: python_value(buffer, depth=depth + 1)))
     return (yield from _scalar(buffer))
+
+
+def _python_member(buffer: TextBuffer, depth: int) -> Reading[tuple[str, Any]]:
+    key = yield from python_value(buffer, depth=depth)
+    yield from buffer.expect(":")
+    yield from buffer.spaces()
+    if not isinstance(key, str):
+        raise Malformed
+    return key, (yield from python_value(buffer, depth=depth))
+
+
+def _items(buffer: TextBuffer, end: str, item: Callable[[], Reading[T]]) -> Reading[list[T]]:
+    """Read items with commas between them, up to and including ``end``."""
+    items = []
+    yield from buffer.spaces()
+    while not (yield from buffer.skip(end)):
+        items.append((yield from item()))
+        yield from next_item(buffer, end)
+    return items
 
 
 def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
     """Read the comma after an item and the spaces around it; no comma is required before ``end``."""
-    yield from spaces(buffer)
-    if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, end)):
+    yield from buffer.spaces()
+    if not (yield from buffer.skip(",")) and not (yield from buffer.ahead(end)):
         raise Malformed
-    yield from spaces(buffer)
+    yield from buffer.spaces()
 
 
 def _scalar(buffer: TextBuffer) -> Reading[Any]:
     """Read a number, or a constant of Python or JSON."""
-    yield from some(buffer)
+    yield from buffer.some()
     if buffer.next_is("-0123456789"):
-        return (yield from json_value(buffer))
-    word = yield from take_while(buffer, _WORD)
+        return (yield from buffer.json_value())
+    word = yield from buffer.take_while(_WORD)
     if word not in _LITERALS:
         raise Malformed
     return _LITERALS[word]
@@ -89,8 +85,8 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
     """Read a string in single, double, or three quotes."""
     quote = buffer.take(1)
     is_long = False
-    if (yield from skip(buffer, quote)):
-        if not (yield from skip(buffer, quote)):
+    if (yield from buffer.skip(quote)):
+        if not (yield from buffer.skip(quote)):
             return ""
         is_long = True
     parts: list[str] = []
@@ -102,13 +98,13 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
             show(text)
 
     while True:
-        add((yield from take_while(buffer, _PLAIN[quote])))
-        if not (yield from some(buffer)):
+        add((yield from buffer.take_while(_PLAIN[quote])))
+        if not (yield from buffer.some()):
             raise Malformed
         if buffer.next_is("\\"):
             add((yield from _escape(buffer)))
-        elif is_long and not (yield from skip(buffer, quote * 3)):
-            if not (yield from some(buffer)):
+        elif is_long and not (yield from buffer.skip(quote * 3)):
+            if not (yield from buffer.some()):
                 raise Malformed
             add(buffer.take(1))
         elif is_long:
@@ -116,7 +112,7 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
         else:
             mark = buffer.take(1)
             # Templates, and so models, write a text such as it's without escapes. A string ends where it can.
-            after = yield from spaces(buffer)
+            after = yield from buffer.spaces()
             if (buffer.ended and not buffer.n) or buffer.next_is(_AFTER_STRING):
                 return "".join(parts)
             add(mark + after)
@@ -125,13 +121,13 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
 def _escape(buffer: TextBuffer) -> Reading[str]:
     """Read the text of a backslash escape. The first half of a surrogate pair waits for the second."""
     buffer.take(1)
-    if not (yield from some(buffer)):
+    if not (yield from buffer.some()):
         raise Malformed
     kind = buffer.take(1)
     if kind not in _HEX:
         return _ESCAPES.get(kind, kind if kind in "\"'\\/" else f"\\{kind}")
     code = yield from _digits(buffer, _HEX[kind])
-    if 0xD800 <= code < 0xDC00 and (yield from skip(buffer, "\\u")):
+    if 0xD800 <= code < 0xDC00 and (yield from buffer.skip("\\u")):
         low = yield from _digits(buffer, 4)
         if not 0xDC00 <= low < 0xE000:
             raise Malformed
@@ -152,49 +148,43 @@ def _digits(buffer: TextBuffer, n: int) -> Reading[int]:
 
 def quoted_value(buffer: TextBuffer, quote: str, show: Show | None = None, depth: int = 0) -> Reading[Any]:
     """Read a value in Gemma's syntax: strings between ``quote``, keys without quotes."""
-    if depth > _MAX_DEPTH or not (yield from some(buffer)):
+    if depth > _MAX_DEPTH or not (yield from buffer.some()):
         raise Malformed
-    if (yield from skip(buffer, quote)):
+    if (yield from buffer.skip(quote)):
         parts: list[str] = []
         if (
-            yield from until(buffer, (quote,), parts.append if show is None else show, shows_partial=False)
+            yield from buffer.until((quote,), parts.append if show is None else show, shows_partial=False)
         ) is None:
             raise Malformed
         return "".join(parts)
-    if (yield from skip(buffer, "{")):
-        members = {}
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, "}")):
-            key = yield from quoted_key(buffer, quote)
-            members[key] = yield from quoted_value(buffer, quote, depth=depth + 1)
-            yield from next_item(buffer, "}")
-        return members
-    if (yield from skip(buffer, "[")):
-        items = []
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, "]")):
-            items.append((yield from quoted_value(buffer, quote, depth=depth + 1)))
-            yield from next_item(buffer, "]")
-        return items
-    if (yield from ahead(buffer, '"')):  # a model may write JSON's quotes
+    if (yield from buffer.skip("{")):
+        return dict((yield from _items(buffer, "}", lambda: _quoted_member(buffer, quote, depth + 1))))
+    if (yield from buffer.skip("[")):
+        return (yield from _items(buffer, "]", lambda: quoted_value(buffer, quote, depth=depth + 1)))
+    if (yield from buffer.ahead('"')):  # a model may write JSON's quotes
         return (yield from _python_string(buffer, show))
     return (yield from _scalar(buffer))
 
 
+def _quoted_member(buffer: TextBuffer, quote: str, depth: int) -> Reading[tuple[str, Any]]:
+    key = yield from quoted_key(buffer, quote)
+    return key, (yield from quoted_value(buffer, quote, depth=depth))
+
+
 def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
     """Read a key, including the colon and the spaces after it. Models may quote it."""
-    if (yield from skip(buffer, quote)):
+    if (yield from buffer.skip(quote)):
         parts: list[str] = []
-        if (yield from until(buffer, (quote,), parts.append)) is None:
+        if (yield from buffer.until((quote,), parts.append)) is None:
             raise Malformed
         key = "".join(parts)
     else:
         parts = []
-        if (yield from until(buffer, (":", "}", "{", ",", "\n"), parts.append, takes_marker=False)) != ":":
+        if (yield from buffer.until((":", "}", "{", ",", "\n"), parts.append, takes_marker=False)) != ":":
             raise Malformed
         key = "".join(parts).strip()
-    yield from expect(buffer, ":")
-    yield from spaces(buffer)
+    yield from buffer.expect(":")
+    yield from buffer.spaces()
     return key
 
 
@@ -207,15 +197,15 @@ def nested_value(form: CallFormat, buffer: TextBuffer, depth: int = 0) -> Readin
     common = end[: len(start)] if end.startswith(start) else ""
     if not common:
         raise Malformed
-    if (yield from until(buffer, (start,), parts.append, shows_partial=False, takes_marker=False)) is None:
+    if (yield from buffer.until((start,), parts.append, shows_partial=False, takes_marker=False)) is None:
         raise Malformed
     members: list[tuple[str, Any]] = []
-    while not (yield from ahead(buffer, end)):
-        yield from expect(buffer, start)
+    while not (yield from buffer.ahead(end)):
+        yield from buffer.expect(start)
         key = yield from nested_key(form, buffer)
         members.append((key, (yield from nested_value(form, buffer, depth + 1))))
-        yield from expect(buffer, end + key + form.value_close)
-        yield from spaces(buffer)
+        yield from buffer.expect(end + key + form.value_close)
+        yield from buffer.spaces()
     return members or "".join(parts)
 
 
@@ -223,7 +213,7 @@ def nested_key(form: CallFormat, buffer: TextBuffer) -> Reading[str]:
     """Read the key of a member, up to and including ``key_end``."""
     parts: list[str] = []
     ends = (form.key_end.strip(), form.key_start.strip(), "\n")
-    marker = yield from until(buffer, ends, parts.append, takes_marker=False)
+    marker = yield from buffer.until(ends, parts.append, takes_marker=False)
     if marker != ends[0] or not "".join(parts):
         raise Malformed
     buffer.take(len(marker))

@@ -23,13 +23,7 @@ from llamapipe.chat._reader import (
     Malformed,
     Reading,
     TextBuffer,
-    ahead,
-    skip,
-    spaces,
-    take_while,
-    until,
 )
-from llamapipe.chat._reader import json_value as read_json
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
@@ -103,18 +97,18 @@ class HarmonyReader:
         """Read until the text ends. Text outside of messages is content."""
         buffer, output = self._buffer, self._output
         if reasoning_open:
-            output.mark((yield from until(buffer, _ENDS, output.reasoning)) or "")
+            output.mark((yield from buffer.until(_ENDS, output.reasoning)) or "")
         while True:
-            before = yield from spaces(buffer)
-            if (yield from skip(buffer, START)):
+            before = yield from buffer.spaces()
+            if (yield from buffer.skip(START)):
                 yield from self._author()
-            elif (yield from ahead(buffer, CHANNEL)) or (yield from ahead(buffer, MESSAGE)):
+            elif (yield from buffer.ahead(CHANNEL)) or (yield from buffer.ahead(MESSAGE)):
                 yield from self._message("")
             elif recipient := (yield from self._recipient(before)):
                 yield from self._message(recipient)
             else:
-                marker = yield from until(
-                    buffer, (START, CHANNEL, MESSAGE, _CONSTRAIN, *_ENDS), output.content
+                marker = yield from buffer.until(
+                    (START, CHANNEL, MESSAGE, _CONSTRAIN, *_ENDS), output.content
                 )
                 if marker is None:
                     return
@@ -124,23 +118,23 @@ class HarmonyReader:
     def _author(self) -> Reading[None]:
         """Read the author in a header. Messages of other authors are left out."""
         buffer = self._buffer
-        yield from spaces(buffer)
+        yield from buffer.spaces()
         for ours in (_AUTHOR, CHANNEL, MESSAGE):
-            if (yield from ahead(buffer, ours)):
-                yield from skip(buffer, _AUTHOR)
+            if (yield from buffer.ahead(ours)):
+                yield from buffer.skip(_AUTHOR)
                 return
-        if (yield from until(buffer, (START, *_ENDS), _leave_out)) == START:
+        if (yield from buffer.until((START, *_ENDS), _leave_out)) == START:
             buffer.unread(START)
 
     def _recipient(self, before: str) -> Reading[str]:
         """Read a recipient at the start of a header. Any other text is content, and the result is then empty."""
         buffer, output = self._buffer, self._output
         buffer.record(before)
-        if (yield from skip(buffer, "to=")):
-            yield from take_while(buffer, _NAME)
-            yield from spaces(buffer)
+        if (yield from buffer.skip("to=")):
+            yield from buffer.take_while(_NAME)
+            yield from buffer.spaces()
             for marker in (CHANNEL, MESSAGE, _CONSTRAIN):
-                if (yield from ahead(buffer, marker)):
+                if (yield from buffer.ahead(marker)):
                     return buffer.recorded()
         output.content(buffer.recorded())
         return ""
@@ -149,7 +143,7 @@ class HarmonyReader:
         """Read the rest of a header, which begins with ``start``, and the message after it."""
         buffer, output = self._buffer, self._output
         parts = [start]
-        marker = yield from until(buffer, (MESSAGE, START, *_ENDS), parts.append)
+        marker = yield from buffer.until((MESSAGE, START, *_ENDS), parts.append)
         if marker == START:
             buffer.unread(START)
         if marker != MESSAGE:
@@ -158,11 +152,11 @@ class HarmonyReader:
         to, channels = _RECIPIENT.findall(header), _CHANNEL_NAME.findall(header)
         recipient = to[-1] if to and to[-1] not in _NOT_TOOLS else None
         if recipient is not None and recipient not in self._tools:
-            yield from until(buffer, _ENDS, _leave_out)
+            yield from buffer.until(_ENDS, _leave_out)
             return
         space, channel = channels[-1] if channels else ("", "")
         if space and recipient is None:  # then the tokenizer also puts one before the text
-            yield from skip(buffer, " ")
+            yield from buffer.skip(" ")
         if recipient is not None:
             buffer.record()
             try:
@@ -172,24 +166,20 @@ class HarmonyReader:
             return
         output.paragraph()
         if channel != "analysis":
-            yield from until(buffer, _ENDS, output.content)
+            yield from buffer.until(_ENDS, output.content)
             return
         output.mark(_ANALYSIS)
-        output.mark((yield from until(buffer, _ENDS, output.reasoning)) or "")
+        output.mark((yield from buffer.until(_ENDS, output.reasoning)) or "")
 
     def _call(self, name: str) -> Reading[None]:
-        yield from spaces(self._buffer)
-        if not (yield from ahead(self._buffer, "{")):
+        yield from self._buffer.spaces()
+        if not (yield from self._buffer.ahead("{")):
             raise Malformed
         self._output.begin(name, None)
-        yield from read_json(self._buffer, self._output.more)
-        yield from spaces(self._buffer)
+        yield from self._buffer.json_value(self._output.more)
+        yield from self._buffer.spaces()
         ended = self._buffer.ended and not self._buffer.rest
-        if (
-            not ended
-            and not (yield from skip(self._buffer, CALL))
-            and not (yield from skip(self._buffer, END))
-        ):
+        if not ended and not (yield from self._buffer.skip(CALL)) and not (yield from self._buffer.skip(END)):
             raise Malformed
         self._output.end()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import lru_cache
@@ -85,54 +86,143 @@ class TextBuffer:
         self._recorded = None
         return text
 
+    # ---- readers
+    def until(
+        self,
+        markers: tuple[str, ...],
+        show: Callable[[str], None],
+        shows_partial: bool = True,
+        takes_marker: bool = True,
+    ) -> Reading[str | None]:
+        """Consume text up to and including the first marker, and pass the text before it to ``show``.
 
-def until(
-    buffer: TextBuffer,
-    markers: tuple[str, ...],
-    show: Callable[[str], None],
-    shows_partial: bool = True,
-    takes_marker: bool = True,
-) -> Reading[str | None]:
-    """Consume text up to and including the first marker, and pass the text before it to ``show``.
+        Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until more
+        text decides. ``shows_partial``: show an incomplete marker at the end of the text, unless the text was cut off.
+        ``takes_marker``: consume the marker, too.
+        """
+        pattern = _pattern(markers)
+        while True:
+            match = pattern.search(self.text, self.at)
+            safe = match.start() if match else len(self.text)
+            is_whole = self.ended and (match is not None or shows_partial)
+            held = self._start_of_marker(markers, safe)
+            is_cut = self.cut_off and match is None and _PART_OF_MARKER.match(self.text, held)
+            if is_whole and not is_cut:
+                held = len(self.text)
+            elif match and is_run(match.group()) and match.end() == len(self.text):
+                held = match.start()  # one more of its character would move it
+            if match and match.start() < held:  # and later text cannot make it a longer marker
+                show(self.take(match.start() - self.at))
+                return self.take(len(match.group())) if takes_marker else match.group()
+            show(self.take(min(held, safe) - self.at))
+            if self.ended:
+                self.take(self.n)
+                return None
+            yield
 
-    Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until more
-    text decides. ``shows_partial``: show an incomplete marker at the end of the text, unless the text was cut off.
-    ``takes_marker``: consume the marker, too.
-    """
-    pattern = _pattern(markers)
-    while True:
-        match = pattern.search(buffer.text, buffer.at)
-        safe = match.start() if match else len(buffer.text)
-        is_whole = buffer.ended and (match is not None or shows_partial)
-        held = _start_of_marker(buffer, markers, safe)
-        is_cut = buffer.cut_off and match is None and _PART_OF_MARKER.match(buffer.text, held)
-        if is_whole and not is_cut:
-            held = len(buffer.text)
-        elif match and is_run(match.group()) and match.end() == len(buffer.text):
-            held = match.start()  # one more of its character would move it
-        if match and match.start() < held:  # and later text cannot make it a longer marker
-            show(buffer.take(match.start() - buffer.at))
-            return buffer.take(len(match.group())) if takes_marker else match.group()
-        show(buffer.take(min(held, safe) - buffer.at))
-        if buffer.ended:
-            buffer.take(buffer.n)
-            return None
-        yield
+    def _start_of_marker(self, markers: tuple[str, ...], end: int) -> int:
+        """Return the index of the first incomplete marker at the text's end, or the text's length."""
+        text = self.text
+        longest = max(map(len, markers), default=1)
+        for at in range(max(self.at, len(text) - longest + 1), min(len(text), end + 1)):
+            tail = text[at:]
+            if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
+                return at
+        return len(text)
+
+    def ahead(self, text: str) -> Reading[bool]:
+        """Return whether ``text`` follows; consume nothing."""
+        while True:
+            if self.text.startswith(text, self.at):
+                return True
+            if self.ended or self.n >= len(text) or not text.startswith(self.rest):
+                return False
+            yield
+
+    def skip(self, text: str) -> Reading[bool]:
+        """Consume ``text`` if it follows; return whether it did."""
+        is_next = yield from self.ahead(text)
+        if is_next:
+            self.take(len(text))
+        return is_next
+
+    def expect(self, text: str) -> Reading[None]:
+        """Consume ``text``, but ignore spaces at its ends, also in the buffer. Raises Malformed."""
+        yield from self.spaces()
+        inner = text.strip(_SPACES)
+        if inner:
+            if not (yield from self.skip(inner)):
+                raise Malformed
+            if text[-1:] in _SPACES:
+                yield from self.spaces()
+
+    def take_while(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Consume the longest text that matches ``pattern``, a repetition of single characters."""
+        taken = ""
+        while True:
+            match = pattern.match(self.text, self.at)
+            taken += self.take(len(match.group()) if match else 0)
+            if self.n or self.ended:
+                return taken
+            yield
+
+    def spaces(self) -> Reading[str]:
+        """Consume spaces and newlines."""
+        return self.take_while(_SPACE_RUN)
+
+    def one_of(self, texts: Iterable[str]) -> Reading[str]:
+        """Consume one of ``texts``, none of which is a prefix of another.
+
+        Raises Malformed as soon as none can follow.
+        """
+        while True:
+            for text in texts:
+                if self.text.startswith(text, self.at):
+                    return self.take(len(text))
+            may_follow = (len(text) > self.n and text.startswith(self.rest) for text in texts)
+            if self.ended or not any(may_follow):
+                raise Malformed
+            yield
+
+    def json_value(self, show: Callable[[str], object] = lambda _: None) -> Reading[Any]:
+        """Consume one JSON value, and pass the text of an object, an array or a string to ``show`` as it arrives.
+
+        Returns the decoded value. Values of other types are passed to ``show`` when they are complete. Raises Malformed
+        at the first character that cannot be part of JSON.
+        """
+        if not (yield from self.some()):
+            raise Malformed
+        is_open = self.next_is('{["')
+        scanner = _JsonScanner()
+        text = ""
+        while True:
+            piece = self.take(scanner.scan(self.text, self.at) - self.at)
+            text += piece
+            if scanner.failed:
+                raise Malformed
+            if scanner.done or self.ended:
+                break
+            if piece and is_open:
+                show(piece)
+            yield
+        if not scanner.done and is_open:
+            raise Malformed
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise Malformed from None
+        show(piece if is_open else text)
+        return value
+
+    def some(self) -> Reading[bool]:
+        """Wait for text; return False if it has ended."""
+        while not self.n and not self.ended:
+            yield
+        return self.n > 0
 
 
 # Two characters, of which the first is in no word: the end of an answer that was cut off is hardly anything else.
 _PART_OF_MARKER = re.compile(r"\W\S")
-
-
-def _start_of_marker(buffer: TextBuffer, markers: tuple[str, ...], end: int) -> int:
-    """Return the index of the first incomplete marker at the text's end, or the text's length."""
-    text = buffer.text
-    longest = max(map(len, markers), default=1)
-    for at in range(max(buffer.at, len(text) - longest + 1), min(len(text), end + 1)):
-        tail = text[at:]
-        if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
-            return at
-    return len(text)
 
 
 @lru_cache(maxsize=256)
@@ -150,134 +240,55 @@ def is_run(marker: str) -> bool:
     return len(marker) > 1 and len(set(marker)) == 1
 
 
-def spaces(buffer: TextBuffer) -> Reading[str]:
-    """Consume spaces and newlines."""
-    taken = ""
-    while True:
-        match = _SPACE_RUN.match(buffer.text, buffer.at)
-        taken += buffer.take(len(match.group()) if match else 0)
-        if buffer.n or buffer.ended:
-            return taken
-        yield
-
-
-def ahead(buffer: TextBuffer, text: str) -> Reading[bool]:
-    """Return whether ``text`` follows; consume nothing."""
-    while True:
-        if buffer.text.startswith(text, buffer.at):
-            return True
-        if buffer.ended or buffer.n >= len(text) or not text.startswith(buffer.rest):
-            return False
-        yield
-
-
-def skip(buffer: TextBuffer, text: str) -> Reading[bool]:
-    """Consume ``text`` if it follows; return whether it did."""
-    is_next = yield from ahead(buffer, text)
-    if is_next:
-        buffer.take(len(text))
-    return is_next
-
-
-def expect(buffer: TextBuffer, text: str) -> Reading[None]:
-    """Consume ``text``, but ignore spaces at its ends, also in the buffer. Raises Malformed."""
-    yield from spaces(buffer)
-    inner = text.strip(_SPACES)
-    if inner:
-        if not (yield from skip(buffer, inner)):
-            raise Malformed
-        if text[-1:] in _SPACES:
-            yield from spaces(buffer)
-
-
-def take_while(buffer: TextBuffer, pattern: re.Pattern[str]) -> Reading[str]:
-    """Consume the longest text that matches ``pattern``, a repetition of single characters."""
-    taken = ""
-    while True:
-        match = pattern.match(buffer.text, buffer.at)
-        taken += buffer.take(len(match.group()) if match else 0)
-        if buffer.n or buffer.ended:
-            return taken
-        yield
-
-
-def one_of(buffer: TextBuffer, texts: Iterable[str]) -> Reading[str]:
-    """Consume one of ``texts``, none of which is a prefix of another. Raises Malformed as soon as none can follow."""
-    while True:
-        for text in texts:
-            if buffer.text.startswith(text, buffer.at):
-                return buffer.take(len(text))
-        may_follow = (len(text) > buffer.n and text.startswith(buffer.rest) for text in texts)
-        if buffer.ended or not any(may_follow):
-            raise Malformed
-        yield
-
-
-def _ignore(_: str) -> None: ...
-
-
-def json_value(buffer: TextBuffer, show: Callable[[str], None] = _ignore) -> Reading[Any]:
-    """Consume one JSON value, and pass the text of an object, an array or a string to ``show`` as it arrives.
-
-    Returns the decoded value. Values of other types are passed to ``show`` when they are complete. Raises Malformed at
-    the first character that cannot be part of JSON.
-    """
-    if not (yield from some(buffer)):
-        raise Malformed
-    is_open = buffer.next_is('{["')
-    scanner = _JsonScanner()
-    text = ""
-    while True:
-        piece = buffer.take(scanner.scan(buffer.text, buffer.at) - buffer.at)
-        text += piece
-        if scanner.failed:
-            raise Malformed
-        if scanner.done or buffer.ended:
-            break
-        if piece and is_open:
-            show(piece)
-        yield
-    if not scanner.done and is_open:
-        raise Malformed
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Malformed from None
-    show(piece if is_open else text)
-    return value
-
-
-def some(buffer: TextBuffer) -> Reading[bool]:
-    """Wait for text; return False if it has ended."""
-    while not buffer.n and not buffer.ended:
-        yield
-    return buffer.n > 0
-
-
 class _Expect(Enum):
     """The part of a JSON value that the next character belongs to."""
 
     VALUE = auto()
     FIRST_ITEM = auto()  # or the end of the array
+    NEXT_ITEM = auto()  # a comma, or the end of the array
     KEY = auto()
     FIRST_KEY = auto()  # or the end of the object
+    NEXT_MEMBER = auto()  # a comma, or the end of the object
     COLON = auto()
-    NEXT = auto()  # a comma, or the end of the object or array
     STRING = auto()  # the rest of a string
     ESCAPE = auto()
     NUMBER = auto()
     LITERAL = auto()
+    END = auto()  # nothing more
+
+
+_VALUES = {
+    "{": _Expect.FIRST_KEY,
+    "[": _Expect.FIRST_ITEM,
+    '"': _Expect.STRING,
+    **dict.fromkeys("-0123456789", _Expect.NUMBER),
+    **dict.fromkeys("tfn", _Expect.LITERAL),
+}
+# What each character leads to; END ends the object or array.
+_FOLLOWING = {
+    _Expect.VALUE: _VALUES,
+    _Expect.FIRST_ITEM: {**_VALUES, "]": _Expect.END},
+    _Expect.NEXT_ITEM: {",": _Expect.VALUE, "]": _Expect.END},
+    _Expect.KEY: {'"': _Expect.STRING},
+    _Expect.FIRST_KEY: {'"': _Expect.STRING, "}": _Expect.END},
+    _Expect.NEXT_MEMBER: {",": _Expect.KEY, "}": _Expect.END},
+    _Expect.COLON: {":": _Expect.VALUE},
+}
 
 
 class _JsonScanner:
     """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of it."""
 
     def __init__(self) -> None:
-        self.done = self.failed = False
+        self.failed = False
         self._expect = _Expect.VALUE
-        self._stack: list[str] = []  # the open brackets
-        self._is_key = False
+        self._after = [_Expect.END]  # of the value or key that is being read, and of those around it
         self._token = ""  # of an escape, a number or a literal
+
+    @property
+    def done(self) -> bool:
+        """True if the value is complete."""
+        return self._expect is _Expect.END
 
     def scan(self, text: str, at: int) -> int:
         """Return the end of the value's characters, reading from ``at``.
@@ -294,7 +305,7 @@ class _JsonScanner:
                 if not _NUMBER.fullmatch(self._token):
                     self.failed = True
                     break
-                self._end_value()  # and this character belongs to what follows
+                self._expect = self._after[-1]  # and this character belongs to what follows
                 continue
             if not self._accepts(text[at]):
                 self.failed = True
@@ -306,32 +317,25 @@ class _JsonScanner:
         """Take one character; return False if it cannot follow."""
         expect = self._expect
         if expect is _Expect.STRING:
-            if character == "\\":
-                self._expect, self._token = _Expect.ESCAPE, ""
-            elif character == '"':
-                self._end_string()
-            else:
-                return False  # a control character
-            return True
+            self._expect, self._token = self._after[-1] if character == '"' else _Expect.ESCAPE, ""
+            return character in '"\\'  # no control character
         if expect in (_Expect.ESCAPE, _Expect.NUMBER, _Expect.LITERAL):
             self._token += character
             return self._accepts_token()
         if character in _SPACES:
             return True
-        if expect in (_Expect.VALUE, _Expect.FIRST_ITEM):
-            return self._begins_value(character, expect is _Expect.FIRST_ITEM)
-        if expect in (_Expect.KEY, _Expect.FIRST_KEY):
-            if character == '"':
-                self._expect, self._is_key = _Expect.STRING, True
-                return True
-            return expect is _Expect.FIRST_KEY and self._closes(character)
-        if expect is _Expect.COLON:
-            self._expect = _Expect.VALUE
-            return character == ":"
-        if character == ",":
-            self._expect = _Expect.KEY if self._stack[-1] == "{" else _Expect.VALUE
-            return True
-        return self._closes(character)
+        following = _FOLLOWING[expect].get(character)
+        if following is None:
+            return False
+        if character in ":]}":
+            self._after.pop()
+        elif expect in (_Expect.KEY, _Expect.FIRST_KEY):
+            self._after.append(_Expect.COLON)
+        elif character in "[{":
+            self._after.append(_Expect.NEXT_ITEM if character == "[" else _Expect.NEXT_MEMBER)
+        self._expect = self._after[-1] if following is _Expect.END else following
+        self._token = character
+        return True
 
     def _accepts_token(self) -> bool:
         token = self._token
@@ -342,40 +346,8 @@ class _JsonScanner:
         if self._expect is _Expect.NUMBER:
             return len(token) <= _MAX_NUMBER and _START_OF_NUMBER.fullmatch(token) is not None
         if token in _LITERALS:
-            self._end_value()
-            return True
+            self._expect = self._after[-1]
         return any(literal.startswith(token) for literal in _LITERALS)
-
-    def _begins_value(self, character: str, may_close: bool) -> bool:
-        if character in "{[":
-            self._stack.append(character)
-            self._expect = _Expect.FIRST_KEY if character == "{" else _Expect.FIRST_ITEM
-        elif character == '"':
-            self._expect, self._is_key = _Expect.STRING, False
-        elif character in "-0123456789":
-            self._expect, self._token = _Expect.NUMBER, character
-        elif character in "tfn":
-            self._expect, self._token = _Expect.LITERAL, character
-        else:
-            return may_close and self._closes(character)
-        return True
-
-    def _closes(self, character: str) -> bool:
-        if character != {"{": "}", "[": "]"}[self._stack[-1]]:
-            return False
-        self._stack.pop()
-        self._end_value()
-        return True
-
-    def _end_string(self) -> None:
-        if self._is_key:
-            self._expect = _Expect.COLON
-        else:
-            self._end_value()
-
-    def _end_value(self) -> None:
-        self._expect = _Expect.NEXT
-        self.done = not self._stack
 
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -405,9 +377,8 @@ class AnswerOutput:
         self._buffer = buffer
         self._separates = reasoning_format != "none"
         self._shows_marks = reasoning_format in ("none", "deepseek-legacy")
-        self.opened = (
-            ""  # a marker of reasoning that the prompt ends with, and that no text of it follows yet
-        )
+        # A marker of reasoning that the prompt ends with, and that no text of it follows yet.
+        self.opened = ""
         self._stream_calls = stream_calls
         self._control = _pattern(tuple(sorted(control)))
         self._content: list[str] = []
@@ -419,12 +390,11 @@ class AnswerOutput:
         self._any_content = False
         self._any_reasoning = False
         self._begun = False  # a part of a call was returned, and the call is not complete
-        self._n_calls = 0
+        self.n_calls = 0  # that were read
         self._held: list[ToolCallDelta] = []  # of the call that is being read
         self.ended_in_call = False  # the text ended within a call of which a part was returned
-        self.drops_incomplete = (
-            False  # a call that the end of the text cuts off is dropped, else it is content
-        )
+        # A call that the end of the text cuts off is dropped, else it is content.
+        self.drops_incomplete = False
 
     def piece(self) -> ChatPiece:
         """Return the output added since ``piece`` was last called."""
@@ -492,23 +462,18 @@ class AnswerOutput:
         self._spaces = ""
 
     # ---- calls
-    @property
-    def n_calls(self) -> int:
-        """The number of calls that were read."""
-        return self._n_calls
-
-    def hold(self) -> bool:
-        """Hold back each of the next calls until it is complete. Return the value for ``release``."""
+    @contextmanager
+    def whole_calls(self) -> Iterator[None]:
+        """Hold back each call that is read in this context until it is complete."""
         before, self._stream_calls = self._stream_calls, False
-        return before
-
-    def release(self, before: bool) -> None:
-        """End ``hold``."""
-        self._stream_calls = before
+        try:
+            yield
+        finally:
+            self._stream_calls = before
 
     def begin(self, name: str, id_: str | None) -> None:
         """Begin a call. ``id_``: the model's own id, if already known."""
-        self._add(ToolCallDelta(self._n_calls, id_ or new_call_id(), name, ""))
+        self._add(ToolCallDelta(self.n_calls, id_ or new_call_id(), name, ""))
 
     def identify(self, id_: str) -> None:
         """Set the model's own id of the current call. Has no effect once a part of the call was returned."""
@@ -517,7 +482,7 @@ class AnswerOutput:
 
     def more(self, text: str) -> None:
         """Add the next piece of the JSON text of the call's arguments."""
-        self._add(ToolCallDelta(self._n_calls, None, None, text))
+        self._add(ToolCallDelta(self.n_calls, None, None, text))
 
     def _add(self, delta: ToolCallDelta) -> None:
         if self._stream_calls:
@@ -538,14 +503,14 @@ class AnswerOutput:
             self._called(delta)
         self._held = []
         self._begun = False
-        self._n_calls += 1
+        self.n_calls += 1
         self._buffer.record()
 
     def give_back(self) -> None:
         """Turn text that was wrongly read as a call into content."""
         if self._begun:  # it stays unfinished
             self._begun = False
-            self._n_calls += 1
+            self.n_calls += 1
             if self._buffer.ended:
                 self.ended_in_call = True
                 self._drop()

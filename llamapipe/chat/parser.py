@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,15 +42,6 @@ from llamapipe.chat._reader import (
     Malformed,
     Reading,
     TextBuffer,
-    ahead,
-    expect,
-    json_value,
-    one_of,
-    skip,
-    some,
-    spaces,
-    take_while,
-    until,
 )
 from llamapipe.chat._tagged_arguments import TaggedArguments
 from llamapipe.chat.results import ChatPiece
@@ -128,28 +120,28 @@ class CallReader:
         form = self._form
         section_end = _parts(form.section_end)
         following = (form.separator + form.call_start).strip()
-        yield from expect(buffer, opening)
+        yield from buffer.expect(opening)
         while True:
             yield from self._call(buffer)
             yield from self._end(buffer, following, is_whole)
             self._output.end()
             if not form.section_start and not form.separator.strip():
                 return
-            yield from spaces(buffer)
-            if not form.section_start and not (yield from ahead(buffer, following)):
+            yield from buffer.spaces()
+            if not form.section_start and not (yield from buffer.ahead(following)):
                 return
             if buffer.ended and not buffer.n:
                 return
-            if section_end and (yield from skip(buffer, section_end[0])):
+            if section_end and (yield from buffer.skip(section_end[0])):
                 for part in section_end[1:]:
-                    yield from spaces(buffer)
-                    if not (yield from skip(buffer, part)) and buffer.n:
+                    yield from buffer.spaces()
+                    if not (yield from buffer.skip(part)) and buffer.n:
                         raise Malformed
                 return
-            if following and (not section_end or not is_whole) and not (yield from ahead(buffer, following)):
+            if following and (not section_end or not is_whole) and not (yield from buffer.ahead(following)):
                 return
-            yield from expect(buffer, form.separator)
-            yield from expect(buffer, form.call_start)
+            yield from buffer.expect(form.separator)
+            yield from buffer.expect(form.call_start)
 
     def _call(self, buffer: TextBuffer) -> Reading[None]:
         style = self._form.style
@@ -166,18 +158,18 @@ class CallReader:
         If the marker has several parts, only the first is required at the end of the text, or if the outer markers are
         optional.
         """
-        yield from spaces(buffer)
+        yield from buffer.spaces()
         form = self._form
         ends_itself = form.style in (Style.JSON, Style.NAMED)
         for i, marker in enumerate(self._end_parts):
             if i:
-                yield from spaces(buffer)
+                yield from buffer.spaces()
             while (cut_off := buffer.n < len(marker) and marker.startswith(buffer.rest)) and not buffer.ended:
                 yield
             if cut_off and (i or ends_itself):
                 buffer.take(buffer.n)
-            elif not (yield from skip(buffer, marker)):
-                is_next = ends_itself and len(following) > 1 and (yield from ahead(buffer, following))
+            elif not (yield from buffer.skip(marker)):
+                is_next = ends_itself and len(following) > 1 and (yield from buffer.ahead(following))
                 if not is_next and not (i and not is_whole):
                     raise Malformed
 
@@ -194,26 +186,26 @@ class CallReader:
 
     def _members(self, buffer: TextBuffer, call: _Read, is_inner: bool = False) -> Reading[None]:
         """Read an object. In OpenAI's form, which some models write, its member "function" is another object."""
-        yield from expect(buffer, "{")
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, "}")):
+        yield from buffer.expect("{")
+        yield from buffer.spaces()
+        while not (yield from buffer.skip("}")):
             key = yield from _string(buffer)
-            yield from expect(buffer, ":")
-            yield from spaces(buffer)
+            yield from buffer.expect(":")
+            yield from buffer.spaces()
             role = self._roles.get(key, "")
             if role == "arguments" and call.arguments is None:
-                if call.name is not None and (yield from ahead(buffer, "{")):
+                if call.name is not None and (yield from buffer.ahead("{")):
                     if not call.begun:
                         call.begun = True
                         self._output.begin(call.name, call.id)
-                    yield from json_value(buffer, self._output.more)
+                    yield from buffer.json_value(self._output.more)
                     call.arguments, call.is_shown = "", True
                 else:
                     call.arguments = yield from _held_object(buffer)
-            elif role == "function" and not is_inner and (yield from ahead(buffer, "{")):
+            elif role == "function" and not is_inner and (yield from buffer.ahead("{")):
                 yield from self._members(buffer, call, is_inner=True)
             else:
-                value = yield from json_value(buffer)
+                value = yield from buffer.json_value()
                 if role == "name" or (role == "function" and call.name is None):
                     call.name = self._known(value)
                     if call.id is not None or not self._has_id:
@@ -223,10 +215,10 @@ class CallReader:
                     call.id = str(value)
                     if call.begun:
                         self._output.identify(call.id)
-            yield from spaces(buffer)
-            if not (yield from skip(buffer, ",")) and not (yield from ahead(buffer, "}")):
+            yield from buffer.spaces()
+            if not (yield from buffer.skip(",")) and not (yield from buffer.ahead("}")):
                 raise Malformed
-            yield from spaces(buffer)
+            yield from buffer.spaces()
 
     # ---- NAME, perhaps with an id and a number
     def _head(self, buffer: TextBuffer) -> Reading[tuple[str, str | None]]:
@@ -238,18 +230,18 @@ class CallReader:
             part, at = parts[at], at + 1
             if isinstance(part, str):
                 if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in slots:
-                    if not (yield from skip(buffer, part)):
+                    if not (yield from buffer.skip(part)):
                         if buffer.n and part.startswith(buffer.rest):
                             raise Malformed  # the text ended within it
                         at += 1
                 else:
-                    yield from expect(buffer, part)
+                    yield from buffer.expect(part)
             elif part is Slot.NAME:
-                name = yield from take_while(buffer, _NAME)
+                name = yield from buffer.take_while(_NAME)
                 if slots.setdefault(part, self._known(name)) != name:
                     raise Malformed
             else:
-                slots[part] = yield from take_while(buffer, _ID if part is Slot.ID else _NUMBER)
+                slots[part] = yield from buffer.take_while(_ID if part is Slot.ID else _NUMBER)
                 if not slots[part]:
                     raise Malformed
         id_head = self._form.id_head
@@ -262,11 +254,11 @@ class CallReader:
     # ---- … {…}
     def _named(self, buffer: TextBuffer) -> Reading[None]:
         name, id_ = yield from self._head(buffer)
-        yield from spaces(buffer)
-        if not (yield from ahead(buffer, "{")):
+        yield from buffer.spaces()
+        if not (yield from buffer.ahead("{")):
             raise Malformed
         self._output.begin(name, id_)
-        yield from json_value(buffer, self._output.more)
+        yield from buffer.json_value(self._output.more)
 
     # ---- … each argument separately
     def _one_by_one(self, buffer: TextBuffer, style: Style) -> Reading[None]:
@@ -274,7 +266,7 @@ class CallReader:
         arguments = self._arguments(name)
         read = self._with_brackets if style in (Style.PYTHON, Style.QUOTED) else self._with_tags
         if style in (Style.PYTHON, Style.QUOTED):
-            yield from one_of(buffer, ("(" if style is Style.PYTHON else "{",))
+            yield from buffer.one_of(("(" if style is Style.PYTHON else "{",))
         self._output.begin(name, id_)
         keys: list[str] = []
         yield from read(buffer, arguments, keys)
@@ -300,17 +292,17 @@ class CallReader:
     ) -> Reading[None]:
         is_python = self._form.style is Style.PYTHON
         quote, end = self._form.quote, ")" if is_python else "}"
-        yield from spaces(buffer)
-        while not (yield from skip(buffer, end)):
+        yield from buffer.spaces()
+        while not (yield from buffer.skip(end)):
             if is_python:
-                key = yield from take_while(buffer, KEY)
-                yield from expect(buffer, "=")
-                yield from spaces(buffer)
+                key = yield from buffer.take_while(KEY)
+                yield from buffer.expect("=")
+                yield from buffer.spaces()
             else:
                 key = yield from quoted_key(buffer, quote)
             if not key:
                 raise Malformed
-            is_string = (yield from some(buffer)) and buffer.next_is("\"'" if is_python else quote[0])
+            is_string = (yield from buffer.some()) and buffer.next_is("\"'" if is_python else quote[0])
             if arguments.is_text(key) and is_string:
                 self._output.more(f'{self._argument(key, keys)}"')
                 if is_python:
@@ -331,15 +323,15 @@ class CallReader:
     def _with_tags(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
         form = self._form
         key_start = form.key_start.strip()
-        yield from spaces(buffer)
-        while not (form.style is Style.NESTED and (yield from ahead(buffer, form.call_end.strip()))) and (
-            yield from skip(buffer, key_start)
+        yield from buffer.spaces()
+        while not (form.style is Style.NESTED and (yield from buffer.ahead(form.call_end.strip()))) and (
+            yield from buffer.skip(key_start)
         ):
             if form.style is Style.NESTED:
                 yield from self._nested(buffer, arguments, keys)
             else:
                 yield from self._tagged(buffer, arguments, keys)
-            yield from spaces(buffer)
+            yield from buffer.spaces()
         n = buffer.n
         if (
             buffer.ended
@@ -361,7 +353,7 @@ class CallReader:
             except ValueError:
                 raise Malformed from None
             self._value(key, argument, keys)
-        yield from expect(buffer, form.value_end + key + form.value_close)
+        yield from buffer.expect(form.value_end + key + form.value_close)
 
     def _tagged(self, buffer: TextBuffer, arguments: TaggedArguments, keys: list[str]) -> Reading[None]:
         form = self._form
@@ -369,11 +361,11 @@ class CallReader:
         first, space, rest = ends[0].partition("\n")
         parts: list[str] = []
         if len(ends) == 1 and space and first.endswith(">"):  # models omit the separator of two tags
-            marker = yield from until(buffer, (first,), parts.append)
-            yield from expect(buffer, f"\n{rest}")
+            marker = yield from buffer.until((first,), parts.append)
+            yield from buffer.expect(f"\n{rest}")
             end: str | None = ends[0]
         else:
-            end = marker = yield from until(buffer, ends, parts.append)
+            end = marker = yield from buffer.until(ends, parts.append)
         if marker is None:
             raise Malformed
         key = "".join(parts)
@@ -397,7 +389,7 @@ class CallReader:
             except ValueError:
                 raise Malformed from None
             self._value(key, value, keys)
-        yield from skip(buffer, form.value_end.strip())
+        yield from buffer.skip(form.value_end.strip())
 
     def _text(
         self, buffer: TextBuffer, key: str, arguments: TaggedArguments, keys: list[str]
@@ -417,15 +409,15 @@ class CallReader:
                 held = "\n" if ends and text.endswith("\n") else ""
                 self._show(text[: len(text) - len(held)])
 
-        if form.cdata and (yield from skip(buffer, CDATA)):
-            if (yield from until(buffer, (CDATA_END,), self._show, shows_partial=False)) is None:
+        if form.cdata and (yield from buffer.skip(CDATA)):
+            if (yield from buffer.until((CDATA_END,), self._show, shows_partial=False)) is None:
                 raise Malformed
-            yield from spaces(buffer)
-            if not (yield from ahead(buffer, form.value_end.strip())):
+            yield from buffer.spaces()
+            if not (yield from buffer.ahead(form.value_end.strip())):
                 raise Malformed
         elif form.style is Style.NESTED:
             end = form.value_end + key + form.value_close
-            if (yield from until(buffer, (end,), show, shows_partial=False, takes_marker=False)) is None:
+            if (yield from buffer.until((end,), show, shows_partial=False, takes_marker=False)) is None:
                 raise Malformed
         else:
             yield from self._up_to_end(buffer, arguments, keys, show)
@@ -449,7 +441,7 @@ class CallReader:
             others = [key for key in arguments.keys if key not in keys]
             markers += [f"\n{form.key_start}{key}{end}".rstrip() for key in others]
             markers += [f"\n{form.call_end}".rstrip()] * bool(form.call_end.strip())
-        if (yield from until(buffer, tuple(markers), show, shows_partial=False, takes_marker=False)) is None:
+        if (yield from buffer.until(tuple(markers), show, shows_partial=False, takes_marker=False)) is None:
             raise Malformed
 
     def _known(self, name: object) -> str:
@@ -485,7 +477,7 @@ class _Strings:
 
 
 def _string(buffer: TextBuffer) -> Reading[str]:
-    value = yield from json_value(buffer)
+    value = yield from buffer.json_value()
     if not isinstance(value, str):
         raise Malformed
     return value
@@ -493,7 +485,7 @@ def _string(buffer: TextBuffer) -> Reading[str]:
 
 def _held_object(buffer: TextBuffer) -> Reading[str]:
     """Read a JSON object, or a string that contains its text."""
-    value = yield from json_value(buffer)
+    value = yield from buffer.json_value()
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -521,47 +513,47 @@ def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> R
     Raises Malformed as soon as the answer cannot consist of calls.
     """
     names = {json.dumps(name): name for name in tools}
-    yield from spaces(buffer)
-    if (yield from skip(buffer, _FENCE)):
-        yield from take_while(buffer, _LANGUAGE)
+    yield from buffer.spaces()
+    if (yield from buffer.skip(_FENCE)):
+        yield from buffer.take_while(_LANGUAGE)
         calls = yield from _calls(buffer, names, parallel)
-        if buffer.rest and not (yield from skip(buffer, _FENCE)):
+        if buffer.rest and not (yield from buffer.skip(_FENCE)):
             raise Malformed  # only at the end of the answer may it be missing
-        yield from spaces(buffer)
+        yield from buffer.spaces()
     else:
         calls = yield from _calls(buffer, names, parallel)
-    if (yield from some(buffer)):
+    if (yield from buffer.some()):
         raise Malformed
     return calls
 
 
 def _calls(buffer: TextBuffer, names: dict[str, str], parallel: bool) -> Reading[list[PlainCall]]:
     """Read calls and the spaces around them: a list, or objects one after the other."""
-    yield from spaces(buffer)
-    is_marked = yield from skip(buffer, "functools")  # models of Phi 4
-    is_list = yield from skip(buffer, "[")
+    yield from buffer.spaces()
+    is_marked = yield from buffer.skip("functools")  # models of Phi 4
+    is_list = yield from buffer.skip("[")
     if is_marked and not is_list:
         raise Malformed
     calls: list[PlainCall] = []
     while True:
         if calls and not parallel:
             raise Malformed
-        yield from spaces(buffer)
+        yield from buffer.spaces()
         calls.append((yield from _call(buffer, names)))
-        yield from spaces(buffer)
-        if is_list and (yield from one_of(buffer, (",", "]"))) == "]":
-            yield from spaces(buffer)
+        yield from buffer.spaces()
+        if is_list and (yield from buffer.one_of((",", "]"))) == "]":
+            yield from buffer.spaces()
             return calls
-        if not is_list and not (yield from ahead(buffer, "{")):
+        if not is_list and not (yield from buffer.ahead("{")):
             return calls
 
 
 def _call(buffer: TextBuffer, names: dict[str, str]) -> Reading[PlainCall]:
-    yield from one_of(buffer, ("{",))
-    doubled = yield from skip(buffer, "{")  # the template of Qwen2.5-Coder shows a call as {{"name": …}}
+    yield from buffer.one_of(("{",))
+    doubled = yield from buffer.skip("{")  # the template of Qwen2.5-Coder shows a call as {{"name": …}}
     call = yield from _call_members(buffer, names, is_inner=False)
     if doubled:
-        yield from one_of(buffer, ("}",))
+        yield from buffer.one_of(("}",))
     return call
 
 
@@ -571,27 +563,27 @@ def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> 
     keys = {'"name"', '"id"', *(json.dumps(key) for key in _ARGUMENTS_KEYS)}
     keys |= {'"type"', '"function"'} if not is_inner else set()
     while True:
-        yield from spaces(buffer)
-        key = yield from one_of(buffer, keys)
+        yield from buffer.spaces()
+        key = yield from buffer.one_of(keys)
         keys.remove(key)
-        yield from spaces(buffer)
-        yield from one_of(buffer, (":",))
-        yield from spaces(buffer)
+        yield from buffer.spaces()
+        yield from buffer.one_of((":",))
+        yield from buffer.spaces()
         if key == '"type"':
-            yield from one_of(buffer, ('"function"',))
-        elif key == '"function"' and (yield from skip(buffer, "{")):
+            yield from buffer.one_of(('"function"',))
+        elif key == '"function"' and (yield from buffer.skip("{")):
             name, arguments = yield from _call_members(buffer, names, is_inner=True)
             keys -= {'"name"', *(json.dumps(name) for name in _ARGUMENTS_KEYS)}
         elif key in ('"name"', '"function"'):
-            name = names[(yield from one_of(buffer, names))]
+            name = names[(yield from buffer.one_of(names))]
             keys -= {'"name"', '"function"'}
         elif key == '"id"':
-            yield from json_value(buffer)  # models invent it, and repeat it
+            yield from buffer.json_value()  # models invent it, and repeat it
         else:
             keys -= {json.dumps(name) for name in _ARGUMENTS_KEYS}
             arguments = yield from _arguments(buffer)
-        yield from spaces(buffer)
-        if (yield from one_of(buffer, (",", "}"))) == "}":
+        yield from buffer.spaces()
+        if (yield from buffer.one_of((",", "}"))) == "}":
             break
     if name is None or arguments is None:
         raise Malformed
@@ -600,8 +592,8 @@ def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> 
 
 def _arguments(buffer: TextBuffer) -> Reading[str]:
     """Read the text of a JSON object, or of a string that contains one."""
-    if (yield from ahead(buffer, '"')):
-        text: str = yield from json_value(buffer)
+    if (yield from buffer.ahead('"')):
+        text: str = yield from buffer.json_value()
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -609,10 +601,10 @@ def _arguments(buffer: TextBuffer) -> Reading[str]:
         if not isinstance(value, dict):
             raise Malformed
         return text
-    if not (yield from ahead(buffer, "{")):
+    if not (yield from buffer.ahead("{")):
         raise Malformed
     parts: list[str] = []
-    yield from json_value(buffer, parts.append)
+    yield from buffer.json_value(parts.append)
     return "".join(parts)
 
 
@@ -736,16 +728,16 @@ class ChatParser:
             return False
         has_reasoning = self._reasoning_open
         if self._reasoning_open:
-            before = yield from spaces(buffer)
-            if (yield from skip(buffer, markers.start)):  # some models write the marker again
+            before = yield from buffer.spaces()
+            if (yield from buffer.skip(markers.start)):  # some models write the marker again
                 before = ""
             yield from self._reasoning_text(markers, before)
         while True:
-            before = yield from spaces(buffer)
-            if (yield from skip(buffer, markers.start)):
+            before = yield from buffer.spaces()
+            if (yield from buffer.skip(markers.start)):
                 output.mark(before + markers.start)
                 yield from self._reasoning_text(markers)
-            elif not (yield from skip(buffer, markers.end)):
+            elif not (yield from buffer.skip(markers.end)):
                 output.content("" if has_reasoning else before)
                 return has_reasoning
             has_reasoning = True
@@ -762,14 +754,14 @@ class ChatParser:
             inner = self._calls.openings.items()
             openings |= {marker: rest for marker, rest in inner if self._markers.has_control(marker)}
         stops = (markers.end, *text_starts, *openings)
-        output.mark(before + (yield from spaces(buffer)))
+        output.mark(before + (yield from buffer.spaces()))
         while True:
-            stop = yield from until(buffer, stops, output.reasoning)
+            stop = yield from buffer.until(stops, output.reasoning)
             if form is None or stop not in openings:
                 break
             if (yield from self._calls_in_reasoning(form, markers.end, stop, openings)):
                 return
-        after = yield from spaces(buffer)
+        after = yield from buffer.spaces()
         if stop == markers.end:
             output.mark(stop + after)
 
@@ -800,13 +792,13 @@ class ChatParser:
             raw += trigger + text
             parts.append(held if is_call else trigger)
             between: list[str] = []
-            marker = yield from until(buffer, (end, *openings), between.append)
+            marker = yield from buffer.until((end, *openings), between.append)
             parts.append("".join(between))
             raw += "".join(between)
         rest = parts.pop()
         if marker == end or (self._cut_off and str(rest).strip()):
             output.reasoning(raw)
-            output.mark((marker or "") + (yield from spaces(buffer)))
+            output.mark((marker or "") + (yield from buffer.spaces()))
             return True
         buffer.unread(str(rest))
         for part in parts:
@@ -839,11 +831,11 @@ class ChatParser:
         markers = self._markers
         if not markers.text_starts:
             return None
-        before = yield from spaces(self._buffer)
+        before = yield from self._buffer.spaces()
         for start in markers.text_starts:
-            if (yield from skip(self._buffer, start)):
+            if (yield from self._buffer.skip(start)):
                 self._output.end_text()
-                yield from spaces(self._buffer)
+                yield from self._buffer.spaces()
                 return "" if markers.has_control(markers.text_end) else markers.text_end
         self._output.content(before)
         return None
@@ -853,10 +845,10 @@ class ChatParser:
         buffer, output = self._buffer, self._output
         buffer.record()
         try:
-            yield from spaces(buffer)
+            yield from buffer.spaces()
             # What the template's own format begins with is read as such, piece by piece.
             for marker in (form.trigger,) if form.trigger else (form.opening[:1] or "{", *PYTHON_TAGS):
-                if (yield from ahead(buffer, marker)):
+                if (yield from buffer.ahead(marker)):
                     raise Malformed
             calls = yield from plain_calls(buffer, self._plain_tools, self._parallel)
         except Malformed:
@@ -884,7 +876,7 @@ class ChatParser:
         stops = (*openings, *again, thinks, text_end, markers.turn_end, *others, *markers.control)
         stops = tuple(dict.fromkeys(filter(None, stops)))
         while True:
-            stop = yield from until(buffer, stops, output.content)
+            stop = yield from buffer.until(stops, output.content)
             if stop is None:
                 return
             if stop in openings and calls is not None and form is not None:
@@ -898,7 +890,7 @@ class ChatParser:
             elif stop in (text_end, markers.text_end, *again):
                 output.end_text()
             elif stop == markers.turn_end and not markers.has_control(stop):
-                before = yield from spaces(buffer)
+                before = yield from buffer.spaces()
                 if buffer.rest:  # the text mentions it
                     output.content(stop + before)
 
@@ -908,16 +900,16 @@ class ChatParser:
         buffer.unread(first)
         while (yield from self._section(calls, "", calls.opening, False)):
             before = yield from self._between_bare()
-            if not (yield from ahead(buffer, first)):
+            if not (yield from buffer.ahead(first)):
                 output.content(before)
                 return
 
     def _between_bare(self) -> Reading[str]:
         """Consume spaces, and after a call the semicolon that Llama models may write."""
         buffer = self._buffer
-        before = yield from spaces(buffer)
-        if self._output.n_calls and self._lenient and (yield from skip(buffer, ";")):
-            before += ";" + (yield from spaces(buffer))
+        before = yield from buffer.spaces()
+        if self._output.n_calls and self._lenient and (yield from buffer.skip(";")):
+            before += ";" + (yield from buffer.spaces())
         return before
 
     def _bare_calls(self, calls: CallReader, form: CallFormat) -> Reading[None]:
@@ -927,9 +919,9 @@ class ChatParser:
         while True:
             before = yield from self._between_bare()
             for tag in PYTHON_TAGS:
-                if (yield from skip(buffer, tag)):
+                if (yield from buffer.skip(tag)):
                     before += tag
-            if not (yield from ahead(buffer, first)):
+            if not (yield from buffer.ahead(first)):
                 break
             if not (yield from self._section(calls, before, form.opening)):
                 before = ""
@@ -947,14 +939,11 @@ class ChatParser:
         ``start``: the text consumed already. If ``is_constrained`` is False, each call is returned when it is complete.
         """
         self._buffer.record(start)
-        streams = self._output.hold() if not is_constrained else None
         try:
-            yield from calls.section(self._buffer, opening, is_constrained)
+            with nullcontext() if is_constrained else self._output.whole_calls():
+                yield from calls.section(self._buffer, opening, is_constrained)
         except Malformed:
             self._output.give_back()
             return False
-        finally:
-            if streams is not None:
-                self._output.release(streams)
         self._buffer.recorded()
         return True

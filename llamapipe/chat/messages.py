@@ -22,8 +22,8 @@ from llamapipe.chat.halves import whole_json
 from llamapipe.errors import InvalidRequestError
 
 Message = dict[str, Any]
-_SYSTEM = ("system", "developer")
-_ROLES = (*_SYSTEM, "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _EXAMPLE = 'engine.chat([{"role": "user", "content": "Hello"}])'
@@ -100,9 +100,8 @@ def _text(place: str, content: Any) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind == "refusal" and isinstance(
-            part.get("refusal"), str
-        ):  # what a hosted model answers instead of text
+        # What a hosted model answers instead of text.
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
             continue
         if kind not in _TEXT_PARTS:
@@ -187,17 +186,17 @@ def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
 
 def with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
     """Return the messages with the arguments of tool calls changed."""
-    chat = []
-    for message in messages:
-        if message.get("tool_calls"):
-            calls = [
-                {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ]
-            chat.append({**message, "tool_calls": calls})
-        else:
-            chat.append(message)
-    return chat
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [*map(changed, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
@@ -227,8 +226,8 @@ def text_arguments(messages: Sequence[Message]) -> list[str]:
 
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the system message's text moved to the start of the first user message."""
-    texts = [message["content"] for message in messages if message["role"] in _SYSTEM]
-    others = [message for message in messages if message["role"] not in _SYSTEM]
+    texts = [message["content"] for message in messages if message["role"] in SYSTEM_ROLES]
+    others = [message for message in messages if message["role"] not in SYSTEM_ROLES]
     for i, message in enumerate(others):
         if message["role"] == "user":
             others[i] = {**message, "content": "\n".join([*texts, message["content"]])}
@@ -251,7 +250,7 @@ def with_users_text(
             continue
         before = chat[-1]["role"] if chat else ""
         if (before == "tool" and not after_tools) or (
-            chat and all(earlier["role"] in _SYSTEM for earlier in chat)
+            chat and all(earlier["role"] in SYSTEM_ROLES for earlier in chat)
         ):
             chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n\n{message['content']}"}
         else:
@@ -373,7 +372,7 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 def with_first_user(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with an empty user message before an answer at the start, such as a greeting."""
-    n = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
+    n = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
     if n == len(messages) or messages[n]["role"] != "assistant":
         return list(messages)
     return [*messages[:n], {"role": "user", "content": ""}, *messages[n:]]
@@ -494,9 +493,8 @@ _OF_NAMES = frozenset({"properties", "$defs", "definitions"})
 
 MessageT = TypeVar("MessageT", bound=Mapping[str, Any])
 _RESULTS = ("tool", "function")
-_MOST_CHARACTERS = (
-    64  # for each token of the context, of the turns that are looked at: older ones are gone anyway
-)
+# For each token of the context, of the turns that are looked at: older ones are gone anyway.
+_MOST_CHARACTERS = 64
 
 
 def kept_messages(
@@ -514,7 +512,7 @@ def kept_messages(
     """
     n_free = _room(n_ctx, max_tokens, room)
     n_head = next(
-        (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM), len(messages)
+        (i for i, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
     )
     messages = list(messages)
     head, turns = messages[:n_head], _turns(messages[n_head:])

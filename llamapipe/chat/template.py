@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -25,6 +25,7 @@ from llamapipe._messages import quoted
 from llamapipe.chat.messages import (
     REASONING_KEYS,
     ROLE,
+    SYSTEM_ROLES,
     Message,
     check_messages,
     continued_part,
@@ -60,9 +61,9 @@ from llamapipe.errors import InvalidRequestError
 _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
 _WORD = "Qxshownqx"
+_ID = "call00000"
 _CALLS = "tool calls"
 _UNCALLED = "results without calls"
-_SYSTEM = ("system", "developer")
 _PLACE = re.compile(r"Qxplace([0-9]+)qx")
 _Form = Callable[[Sequence[Message]], list[Message]]
 WriteCalls = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
@@ -210,7 +211,7 @@ class ChatTemplate:
 
     def newly_dropped(
         self,
-        messages: object,
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
         write_calls: WriteCalls | None = None,
@@ -220,11 +221,7 @@ class ChatTemplate:
         Each kind is checked once, in the first conversation that has it.
         """
         parts: list[str] = []
-        chat = (
-            [dict(message) for message in messages if isinstance(message, Mapping)]
-            if _is_list(messages)
-            else []
-        )
+        chat = [dict(message) for message in messages]
         kinds = {_CALLS for message in chat if message.get("tool_calls")}
         kinds |= {str(message.get("role")) for message in chat} - {"user", "assistant"}
         for kind in sorted(kinds - self._kinds_seen):
@@ -269,7 +266,7 @@ class ChatTemplate:
         """Return the rendering with system messages in their places, some as text of the user."""
         if not is_probe:
             chat = self._with_shown_roles(chat, names)
-        n = next((i for i, message in enumerate(chat) if message["role"] not in _SYSTEM), len(chat))
+        n = next((i for i, message in enumerate(chat) if message["role"] not in SYSTEM_ROLES), len(chat))
         if n and self._drops_system and chat[0]["role"] == "system":
             chat = [*with_merged_system(chat[: n + 1]), *chat[n + 1 :]]
         places = self._misplaced(chat, names)
@@ -280,7 +277,7 @@ class ChatTemplate:
 
     def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
         """Turn messages whose role the template omits into text of the user; return all messages."""
-        others = {message["role"] for message in chat} - {*_SYSTEM, "user", "assistant"}
+        others = {message["role"] for message in chat} - {*SYSTEM_ROLES, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**message, "role": "user"} if message["role"] in hidden else message for message in chat]
         if (called := with_called_results(chat)) != chat and not self._shows_role(_UNCALLED, names):
@@ -292,9 +289,8 @@ class ChatTemplate:
         if role not in self._shown:
             user: Message = {"role": "user", "content": _PROBE}
             answer: Message = {"role": "assistant", "content": _PROBE}
-            call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
-            called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            message: Message = {"role": role, "content": _WORD, "tool_call_id": "a1b2c3d4e", "name": _PROBE}
+            called = _calling(_PROBE, {})
+            message: Message = {"role": role, "content": _WORD, "tool_call_id": _ID, "name": _PROBE}
             chats: list[list[Message]] = [[message, user], [user, answer, message]]
             if role == "tool":
                 chats = [[user, called, message]]
@@ -316,7 +312,7 @@ class ChatTemplate:
 
         The first message is not checked: the constructor has found out whether the template shows it.
         """
-        late = [i for i, message in enumerate(chat) if i and message["role"] in _SYSTEM]
+        late = [i for i, message in enumerate(chat) if i and message["role"] in SYSTEM_ROLES]
         if not late:
             return set()
         marked = [
@@ -334,9 +330,9 @@ class ChatTemplate:
         for place in _PLACE.finditer(text):
             first.setdefault(int(place[1]), place.start())
             last[int(place[1])] = place.start()
-        if chat[0]["role"] in _SYSTEM and chat[0]["content"] and 0 not in last:
+        if chat[0]["role"] in SYSTEM_ROLES and chat[0]["content"] and 0 not in last:
             return set(late)
-        others = [i for i in range(len(chat)) if chat[i]["role"] not in _SYSTEM]
+        others = [i for i in range(len(chat)) if chat[i]["role"] not in SYSTEM_ROLES]
         wrong = {i for i in late if chat[i]["content"] and i not in last}
         latest_before = dict(zip(others, accumulate((first.get(i, -1) for i in others), max), strict=True))
         after = len(text)
@@ -497,10 +493,7 @@ class ChatTemplate:
 
     def _wants_null(self) -> bool:
         """Return whether the template shows tool calls only in messages whose content is None."""
-        function = {"name": _PROBE, "arguments": "{}"}
-        calls = [{"id": "call00000", "type": "function", "function": function}]
-        message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-        chat: list[Message] = [{"role": "user", "content": ""}, message]
+        chat: list[Message] = [{"role": "user", "content": ""}, _calling(_PROBE, "{}")]
         return not self._shows(chat, False) and self._shows(with_null_content(chat), False)
 
     def _shows_tools_of_system(self) -> bool:
@@ -509,36 +502,24 @@ class ChatTemplate:
             return False
         user = {"role": "user", "content": _WORD}
         system = {"role": "system", "content": "", "tools": "Qxtools"}
-        try:
-            if "Qxtools" in self._render([user], True, {"tools": [{"function": {"name": "Qxtools"}}]}):
-                return False
-            return "Qxtools" in self._render([system, user], True, {})
-        except LimitError as e:
-            raise _stopped(e) from None
-        except Exception:  # see ``_accepted``
+        shown = self._tried([user], True, {"tools": [{"function": {"name": "Qxtools"}}]})
+        if shown is None or "Qxtools" in shown:
             return False
+        return "Qxtools" in (self._tried([system, user], True, {}) or "")
 
     def _shows_first(self, role: str) -> bool | None:
         """Return whether the template shows a message of this role before a user message; None if it refuses."""
         chat: list[Message] = [{"role": role, "content": _PROBE}, {"role": "user", "content": _WORD}]
-        try:
-            return _PROBE in self._render(with_parts(chat) if self._takes_parts else chat, True, {})
-        except LimitError as e:
-            raise _stopped(e) from None
-        except Exception:  # see ``_accepted``
-            return None
+        text = self._tried(with_parts(chat) if self._takes_parts else chat, True, {})
+        return None if text is None else _PROBE in text
 
     def _wants_text_arguments(self) -> bool:
         """Return whether the template writes dict arguments in Python syntax, and text arguments unchanged."""
         arguments = {"name": _PROBE}
 
         def written(arguments: dict[str, str] | str) -> str:
-            calls = [
-                {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": arguments}}
-            ]
-            message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
             try:
-                return self._render([{"role": "user", "content": ""}, message], False, {})
+                return self._render([{"role": "user", "content": ""}, _calling("name", arguments)], False, {})
             except Exception:  # see ``_first_accepted``
                 return ""
 
@@ -548,12 +529,23 @@ class ChatTemplate:
 
     def _shows(self, messages: Sequence[Message], add_generation_prompt: bool) -> bool:
         """Return whether the rendered text contains the probe."""
+        return _PROBE in (self._tried(messages, add_generation_prompt, {}) or "")
+
+    def _tried(
+        self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
+    ) -> str | None:
+        """Render messages in this form only; return None if the template refuses them."""
         try:
-            return _PROBE in self._render(messages, add_generation_prompt, {})
+            return self._render(messages, add_generation_prompt, names)
         except LimitError as e:
             raise _stopped(e) from None
         except Exception:  # see ``_accepted``
-            return False
+            return None
+
+
+def _calling(name: str, arguments: object) -> Message:
+    call = {"id": _ID, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _as_given(messages: Sequence[Message]) -> list[Message]:
@@ -586,10 +578,6 @@ class _StoppedError(InvalidRequestError):
 
 def _stopped(error: LimitError) -> InvalidRequestError:
     return _StoppedError(f"the chat template was stopped: {error}")
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _is_name(value: Any) -> bool:

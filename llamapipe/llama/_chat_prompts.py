@@ -188,7 +188,7 @@ class ChatPrompts:
     def _warn_of_dropped(
         self,
         template: ChatTemplate,
-        messages: object,
+        messages: Any,
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
     ) -> None:

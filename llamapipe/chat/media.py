@@ -10,7 +10,7 @@ an image.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,33 @@ def _place(index: int, i: int) -> str:
     return f"messages[{index}]: part {i} of the content"
 
 
+def _parts(messages: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+    """Yield each part of a content, after the index of its message and its own."""
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+            yield index, i, part
+
+
+def _changed(messages: Sequence[Any], change: Callable[[int, int, Any], list[Any]]) -> list[Any]:
+    """Return the messages with each part of a content replaced by the parts that ``change`` returns."""
+    return [
+        {
+            **message,
+            "content": [new for i, part in enumerate(message["content"]) for new in change(index, i, part)],
+        }
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
 def first_media(messages: Any) -> tuple[str, str] | None:
     """Return the place and the type of the first image or sound in messages; None if there is none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-            if is_media(part):
-                return _place(index, i), part["type"]
-    return None
+    found = ((_place(index, i), part["type"]) for index, i, part in _parts(messages) if is_media(part))
+    return next(found, None)
 
 
 def with_paths_below(messages: Any, folder: Path | None) -> Any:
@@ -43,18 +60,13 @@ def with_paths_below(messages: Any, folder: Path | None) -> Any:
     if first_media(messages) is None:
         return messages
 
-    def found(index: int, i: int, part: Any) -> Any:
+    def resolved(index: int, i: int, part: Any) -> list[Any]:
         value = part.get(part["type"]) if is_media(part) and part["type"] in ("image", "audio") else None
         if not isinstance(value, str) or value.startswith("data:"):
-            return part
-        return {**part, part["type"]: path_below(_place(index, i), value, folder)}
+            return [part]
+        return [{**part, part["type"]: path_below(_place(index, i), value, folder)}]
 
-    return [
-        {**message, "content": [found(index, i, part) for i, part in enumerate(message["content"])]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
-        else message
-        for index, message in enumerate(messages)
-    ]
+    return _changed(messages, resolved)
 
 
 def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
@@ -64,39 +76,23 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
     """
     media: list[Given] = []
     numbers: dict[tuple[int, int], int] = {}
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-            if is_media(part):
-                medium = given_in(part, _place(index, i))
-                assert medium is not None
-                numbers[index, i] = len(media)
-                media.append(medium)
-    with_media = {index for index, _ in numbers}
-    others = [
-        {
-            **message,
-            "content": [part for i, part in enumerate(message["content"]) if (index, i) not in numbers],
-        }
-        if index in with_media
-        else message
-        for index, message in enumerate(messages)
-    ]
+    for index, i, part in _parts(messages):
+        if is_media(part):
+            medium = given_in(part, _place(index, i))
+            assert medium is not None
+            numbers[index, i] = len(media)
+            media.append(medium)
+    others = _changed(messages, lambda index, i, part: [] if (index, i) in numbers else [part])
     try:
         mark = unused_mark(others).character
     except RecursionError:
         raise InvalidRequestError("messages are nested too deeply") from None
 
-    def marked(index: int, message: Any) -> Any:
-        if others[index] is message:
-            return message
-        parts = [
-            {"type": "text", "text": f"{mark}{numbers[index, i]}{mark}"} if (index, i) in numbers else part
-            for i, part in enumerate(message["content"])
-        ]
-        return {**message, "content": parts}
+    def marked(index: int, i: int, part: Any) -> list[Any]:
+        n = numbers.get((index, i))
+        return [part if n is None else {"type": "text", "text": f"{mark}{n}{mark}"}]
 
-    return [marked(index, message) for index, message in enumerate(messages)], mark, media
+    return _changed(messages, marked), mark, media
 
 
 def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:

@@ -23,9 +23,9 @@ from llamapipe.chat._call_format import (
     n_tags,
     segments,
 )
+from llamapipe.chat.messages import REASONING_KEYS
 
 _REASONING = "Qxreasonqx."
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _NAME = "qxfirst"
 _CALL = {
     "id": "Qxid00001",
@@ -93,9 +93,8 @@ class MarkerProbe:
         if calls is not None:
             texts += [text for text in (*vars(calls).values(), *calls.head) if isinstance(text, str)]
             texts += [end for _, end in calls.key_ends]
-        texts.append(
-            self._probe.prompt[len(common_start(self._probe.prompt, self._user)) :]
-        )  # models repeat it
+        # Models repeat the end of the prompt.
+        texts.append(self._probe.prompt[len(common_start(self._probe.prompt, self._user)) :])
         control = {s for text in texts for s in segments(text) if self._is_control(s)}
         turn_end = self._tags(self._tail.lstrip().removeprefix(end), max(n_tags(end), 1))
         if not self._is_control("".join(segments(turn_end)[:1])) or turn_end in control:
@@ -172,7 +171,7 @@ class MarkerProbe:
 
     def _written_reasoning(self) -> Iterator[tuple[str, str, bool]]:
         """Yield the texts before and after reasoning, and whether the part that follows is not a call."""
-        for key in _REASONING_KEYS:
+        for key in REASONING_KEYS:
             for calls in (False, True):
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
                 if calls:
@@ -185,13 +184,8 @@ class MarkerProbe:
 
     def _start(self, before: str) -> str:
         """Return the marker at the end of a text; empty if there is none."""
-        marker = ""
-        while not marker or self._is_around_user(marker):
-            longer = _last_tag(before, marker)
-            if longer == marker or len(longer) > MAX_MARKER:
-                return ""
-            marker = longer
-        if len(segments(marker)[0]) == 1:
+        marker = self._distinct(before, _last_tag)
+        if len("".join(segments(marker)[:1])) < 2:
             return ""
         prompt = self._probe.prompt
         if self._head.rstrip().endswith(marker):  # it also precedes a text without reasoning
@@ -203,13 +197,18 @@ class MarkerProbe:
 
     def _end(self, after: str) -> str:
         """Return the marker at the beginning of a text; empty if there is none."""
+        marker = self._distinct(after, _first_tag)
+        return marker if marker.startswith(("<", "[")) else ""
+
+    def _distinct(self, text: str, extended: Callable[[str, str], str]) -> str:
+        """Return the shortest marker that does not also surround a user's message; empty if there is none."""
         marker = ""
-        while not marker or self._is_around_user(marker):
-            longer = _first_tag(after, marker)
+        while not marker or marker in self._around_user:
+            longer = extended(text, marker)
             if longer == marker or len(longer) > MAX_MARKER:
                 return ""
             marker = longer
-        return marker if marker[0] in "<[" else ""
+        return marker
 
     def _opening(self, markers: ReasoningMarkers) -> str:
         """Return the start of reasoning as the template writes it, with the newline after it, if any."""
@@ -220,10 +219,6 @@ class MarkerProbe:
             if marker:
                 return markers.start + ("\n" if after.startswith("\n") else "")
         return markers.start
-
-    def _is_around_user(self, marker: str) -> bool:
-        """Return whether a marker also surrounds a user's message, so that it does not identify reasoning."""
-        return marker in self._around_user
 
     def _empty_reasoning(self) -> ReasoningMarkers | None:
         """Find the markers in a prompt with reasoning switched off, which may end with empty reasoning."""
@@ -313,10 +308,7 @@ def _last_tag(text: str, tag: str) -> str:
     ``tag``: an earlier result, to be extended by the tag before it.
     """
     parts = segments(text.rstrip())
-    n = len(segments(tag)) + 1
-    while n < len(parts) and len(parts[-n]) == 1:
-        n += 1
-    return "".join(parts[-n:])
+    return "".join(parts[-_to_next_tag(parts[::-1], tag) :])
 
 
 def _first_tag(text: str, tag: str) -> str:
@@ -325,7 +317,12 @@ def _first_tag(text: str, tag: str) -> str:
     ``tag``: an earlier result, to be extended by the next tag.
     """
     parts = segments(text.strip())
+    return "".join(parts[: _to_next_tag(parts, tag)])
+
+
+def _to_next_tag(parts: list[str], tag: str) -> int:
+    """Return the number of parts up to the end of the first tag after ``tag``, or up to the end."""
     n = len(segments(tag)) + 1
     while n < len(parts) and len(parts[n - 1]) == 1:
         n += 1
-    return "".join(parts[:n])
+    return n

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from llamapipe.chat._argument_grammar import argument_grammar
 from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, ReasoningMarkers, Slot, Style, segments
@@ -21,16 +21,11 @@ from llamapipe.chat._tagged_arguments import TaggedArguments
 _SLOTS = {Slot.ID: "/[a-zA-Z0-9]{9}/", Slot.NUMBER: "/(0|[1-9][0-9]{0,5})/"}
 
 
-class ToolLike(Protocol):
-    """The attributes of a tool that a grammar needs."""
+class CallableTool(NamedTuple):
+    """A tool with its checked schema, in which objects allow only the listed properties."""
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The checked JSON schema of its arguments."""
+    name: str
+    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class AnswerGrammar:
     - ``prompted``: the start of a call's opening, if the prompt ends with one.
     """
 
-    tools: Sequence[ToolLike]
+    tools: Sequence[CallableTool]
     required: bool
     parallel: bool
     schema: dict[str, Any] | None
@@ -184,7 +179,7 @@ class GrammarWriter:
         return f"({' | '.join(starts)}){'' if is_needed else '?'} " if starts else ""
 
     @staticmethod
-    def _plain_call(tool: ToolLike) -> str:
+    def _plain_call(tool: CallableTool) -> str:
         """Write a call as plain JSON. Models that were not trained on the template's markers call tools this way."""
         name = f'{SPACES} "\\"name\\"" {SPACES} ":" {SPACES} {json.dumps(json.dumps(tool.name))}'
         arguments = f'{SPACES} "\\"arguments\\"" {SPACES} ":" {SPACES} {json_value(tool.parameters)}'
@@ -305,7 +300,7 @@ class GrammarWriter:
         calls = [self._call(form, tool, opened) for tool in self._answer.tools]
         return f"({' | '.join(self._rules.named('call', call) for call in calls)})"
 
-    def _call(self, form: CallFormat, tool: ToolLike, opened: str | None) -> str:
+    def _call(self, form: CallFormat, tool: CallableTool, opened: str | None) -> str:
         text = self._literals
         if form.style is Style.JSON:
             parts = [self._object(form, tool, opened)]
@@ -342,7 +337,7 @@ class GrammarWriter:
                 elements.append(json.dumps(name) if part is Slot.NAME else _SLOTS[part])
         return elements
 
-    def _object(self, form: CallFormat, tool: ToolLike, opened: str | None) -> str:
+    def _object(self, form: CallFormat, tool: CallableTool, opened: str | None) -> str:
         parts = []
         for i, member in enumerate(form.members):
             if opened is not None and i == 0:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 # A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], one of MiniMax's such as ]<]minimax[>[, or
@@ -240,22 +241,18 @@ def segments(text: str) -> list[str]:
 
 def common_start(a: str, b: str) -> str:
     """Return the longest common start of two texts that does not cut a tag."""
-    n = 0
-    for left, right in zip(segments(a), segments(b), strict=False):
-        if left != right:
-            break
-        n += len(left)
-    return a[:n]
+    return a[: _n_common(segments(a), segments(b))]
 
 
 def common_end(a: str, b: str) -> str:
     """Return the longest common end of two texts that does not cut a tag."""
-    n = 0
-    for left, right in zip(reversed(segments(a)), reversed(segments(b)), strict=False):
-        if left != right:
-            break
-        n += len(left)
-    return a[len(a) - n :]
+    return a[len(a) - _n_common(segments(a)[::-1], segments(b)[::-1]) :]
+
+
+def _n_common(a: list[str], b: list[str]) -> int:
+    """Return the number of characters in the segments with which both lists begin."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(len(segment) for segment, _ in pairs)
 
 
 def n_tags(text: str) -> int:
@@ -380,17 +377,13 @@ class TemplateProbe:
                 form = _Form(content, as_text)
                 call = self._calls(form, 1, _ARGUMENTS)
                 listed = self._calls(form._replace(is_listed=True), 1, _ARGUMENTS)
-                if (
-                    call is not None
-                    and listed is not None
-                    and "".join(listed.split()) != "".join(call.split())
-                ):
+                if call is None:
+                    continue
+                if listed is not None and "".join(listed.split()) != "".join(call.split()):
                     form, call = form._replace(is_listed=True), listed
-                if call is not None and all(call != other.one for other in samples):
-                    both, later = (
-                        self._calls(form, 2, _ARGUMENTS),
-                        self._calls(form, 1, _ARGUMENTS, later=True),
-                    )
+                if all(call != other.one for other in samples):
+                    both = self._calls(form, 2, _ARGUMENTS)
+                    later = self._calls(form, 1, _ARGUMENTS, later=True)
                     samples.append(_Sample(form, call, both, later))
         return samples
 
@@ -403,7 +396,7 @@ class TemplateProbe:
         prompt; otherwise, omit the text that also precedes a plain answer.
         """
         call_arguments = json.dumps(arguments) if form.as_text else arguments
-        tools = [*([_TOOL] if not form.is_listed else (_defined(name, arguments) for name in _NAMES))]
+        tools = [_defined(name, arguments) for name in _NAMES] if form.is_listed else [_TOOL]
 
         def message(first: int, end: int) -> dict[str, Any]:
             calls = [
@@ -708,11 +701,9 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
 
     def find(text: str, n: int) -> _Place | None:
         places = _argument_places(text, n)
-        return (
-            None
-            if places is None
-            else _Place(places[0], places[1] - len(key_start), places[5] + len(whole_end))
-        )
+        if places is None:
+            return None
+        return _Place(places[0], places[1] - len(key_start), places[5] + len(whole_end))
 
     form = CallFormat(
         Style.NESTED if repeated else Style.TAGGED,

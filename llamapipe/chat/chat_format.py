@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from llamapipe._messages import quoted
-from llamapipe.chat._answer_grammar import AnswerGrammar, GrammarWriter
+from llamapipe.chat._answer_grammar import AnswerGrammar, CallableTool, GrammarWriter
 from llamapipe.chat._answer_markers import AnswerMarkers, MarkerProbe
 from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Render, Style, TemplateProbe, n_tags, segments
 from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
@@ -180,7 +180,7 @@ class ChatFormat:
         if not used and schema is None:
             return None
         answer = AnswerGrammar(
-            tools=[_Checked(t.name, _without_notes(closed_objects(_checked(t)))) for t in used],
+            tools=[CallableTool(t.name, _without_notes(closed_objects(_checked(t)))) for t in used],
             required=required,
             parallel=parallel,
             schema=None if schema is None else schema_object(schema),
@@ -328,14 +328,6 @@ def differs_from_calls(schema: Schema) -> bool:
         for _, part in subschemas(schema_object(schema))
         for name in (part["properties"] if isinstance(part.get("properties"), dict) else ())
     }
-
-
-class _Checked:
-    """A tool with its checked schema, in which objects allow only the listed properties."""
-
-    def __init__(self, name: str, parameters: dict[str, Any]) -> None:
-        self.name = name
-        self.parameters = parameters
 
 
 def _checked(tool: Tool) -> dict[str, Any]:

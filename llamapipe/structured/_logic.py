@@ -61,6 +61,7 @@ _COUNTS = {"minProperties", "maxProperties", "minItems", "maxItems"}
 # "=...": the JSON text of a schema. The first two allow all values that are not objects.
 Way = tuple[str, ...]
 Ways = list[Way]
+Denial = tuple[Ways, bool]  # alternatives, and whether they allow only what a schema excludes
 _NOTHING: Final[Node] = {"enum": []}
 
 
@@ -231,9 +232,8 @@ class _Rewriter:
         )
         self._n_steps = 0
         self._n_chars = 0
-        self._flat: dict[
-            int, tuple[Any, list[Node]]
-        ] = {}  # by identity, with the node, which must outlive the key
+        # By identity, with the node, which must outlive the key.
+        self._flat: dict[int, tuple[Any, list[Node]]] = {}
         self._kinds: dict[int, tuple[Node, frozenset[str]]] = {}
         self._listed: dict[int, tuple[Node, frozenset[str]]] = {}
         self._known: dict[tuple[int, ...], tuple[Sequence[Any], Sequence[Any], bool]] = {}
@@ -604,7 +604,7 @@ class _Rewriter:
         return [node["const"]] if "const" in node else None
 
     # ---- denied schemas
-    def _denied(self, node: Any, within: tuple[Any, ...]) -> tuple[Ways, bool]:
+    def _denied(self, node: Any, within: tuple[Any, ...]) -> Denial:
         """Return alternatives that allow the values that a schema excludes, and whether they allow only these."""
         self._n_steps += 1
         if node is True or node == {}:
@@ -615,18 +615,14 @@ class _Rewriter:
             return [()], False
         self._depth += 1
         try:
-            ways: Ways = []
-            exact = True
-            for more, is_exact in self._denials(node, within):
-                exact &= is_exact
-                ways += more
+            ways, exact = _joined(self._denials(node, within))
             ways = _shortest(self._pruned(ways, within))
             self._n_chars += sum(len(literal) for way in ways for literal in way)
             return (ways, exact) if len(ways) <= self._max_ways else ([()], False)
         finally:
             self._depth -= 1
 
-    def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[tuple[Ways, bool]]:
+    def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
         """Yield the result of ``_denied`` for each keyword."""
         if "$ref" in node:
             target = self._target(node["$ref"])
@@ -640,11 +636,9 @@ class _Rewriter:
         for keyword, value in node.items():
             if keyword in _OF_KIND and not _OF_KIND[keyword] & kinds:
                 continue
-            denial = self._denial(keyword, value, node, within)
-            if denial is not None:
-                yield denial
+            yield from self._denial(keyword, value, node, within)
 
-    def _denied_kinds(self, node: Node, allowed: frozenset[str]) -> tuple[Ways, bool]:
+    def _denied_kinds(self, node: Node, allowed: frozenset[str]) -> Denial:
         others = allowed - _kinds({"type": node["type"]})
         names = sorted(kind for kind in KINDS if kind != "integer" and KINDS[kind] & others)
         if "integer" in others and "fraction" not in others:
@@ -652,7 +646,7 @@ class _Rewriter:
         exact = not ("fraction" in others and "integer" not in others and "integer" in allowed)
         return ([(_text({"type": names if len(names) != 1 else names[0]}),)] if names else []), exact
 
-    def _denied_values(self, node: Node, within: tuple[Any, ...]) -> Iterator[tuple[Ways, bool]]:
+    def _denied_values(self, node: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
         for keyword in ("enum", "const"):
             if keyword not in node:
                 continue
@@ -668,99 +662,84 @@ class _Rewriter:
                 continue
             yield _other_values(values, self._kinds_of(within))
 
-    def _denial(
-        self, keyword: str, value: Any, node: Node, within: tuple[Any, ...]
-    ) -> tuple[Ways, bool] | None:
-        """Return alternatives for the values that one keyword excludes; None if it excludes none on its own."""
+    def _denial(self, keyword: str, value: Any, node: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
+        """Yield the alternatives for the values that one keyword excludes on its own."""
         is_object, is_array = _text({"type": "object"}), {"type": "array"}
         match keyword:
             case "required":
-                return [(is_object, f"-{name}") for name in value], True
+                yield [(is_object, f"-{name}") for name in value], True
             case "properties":
-                return self._denied_properties(value, within)
+                yield from self._denied_properties(value, within)
             case "additionalProperties" if value is not True and value != {}:
-                return self._denied_others(node, within)
+                yield self._denied_others(node, within)
             case "patternProperties" | "propertyNames" | "unevaluatedProperties":
-                return [(is_object,)], False
+                yield [(is_object,)], False
             case "minProperties":
-                if value <= 0:
-                    return [], True
-                return ([(_text({"const": {}}),)], True) if value <= 1 else ([(is_object,)], False)
+                if value > 0:
+                    yield ([(_text({"const": {}}),)], True) if value <= 1 else ([(is_object,)], False)
             case "maxProperties":
-                return [(_text({"type": "object", "minProperties": int(value) + 1}),)], False
+                yield [(_text({"type": "object", "minProperties": int(value) + 1}),)], False
             case "minItems":
-                return ([(_text({**is_array, "maxItems": int(value) - 1}),)] if value > 0 else []), True
+                yield ([(_text({**is_array, "maxItems": int(value) - 1}),)] if value > 0 else []), True
             case "maxItems":
-                return [(_text({**is_array, "minItems": int(value) + 1}),)], True
-            case "items" if isinstance(value, list):
-                return self._denied_items(value, keyword, within)
-            case "prefixItems":
-                return self._denied_items(value, keyword, within)
+                yield [(_text({**is_array, "minItems": int(value) + 1}),)], True
+            case "items" | "prefixItems" if isinstance(value, list):
+                yield from self._denied_items(value, keyword)
             case "items" | "additionalItems" | "unevaluatedItems":
-                if value is True or value == {}:
-                    return [], True
-                n = len(node.get("prefixItems", ())) if keyword == "items" else 0
-                return [(_text({**is_array, "minItems": n + 1}),)], value is False and keyword == "items"
+                if value is not True and value != {}:
+                    n = len(node.get("prefixItems", ())) if keyword == "items" else 0
+                    yield [(_text({**is_array, "minItems": n + 1}),)], value is False and keyword == "items"
             case "uniqueItems":
-                return ([(_text({**is_array, "minItems": 2}),)] if value else []), not value
-            case "contains":
-                if node.get("minContains", 1) == 0 and "maxContains" not in node:
-                    return [], True
+                yield ([(_text({**is_array, "minItems": 2}),)] if value else []), not value
+            case "contains" if node.get("minContains", 1) != 0 or "maxContains" in node:
                 ways, exact = self._denied(value, ())
                 exact &= node.get("minContains", 1) == 1 and "maxContains" not in node
-                if not exact:
-                    return [(_text(is_array),)], False
-                return [(_text({**is_array, "items": self._schema_of(ways)}),)], True
+                inside = {"items": self._schema_of(ways)} if exact else {}
+                yield [(_text({**is_array, **inside}),)], exact
             case "minLength":
-                return (
-                    [(_text({"type": "string", "maxLength": int(value) - 1}),)] if value > 0 else []
-                ), True
+                yield ([(_text({"type": "string", "maxLength": int(value) - 1}),)] if value > 0 else []), True
             case "maxLength":
-                return [(_text({"type": "string", "minLength": int(value) + 1}),)], True
+                yield [(_text({"type": "string", "minLength": int(value) + 1}),)], True
             case "pattern":
-                return [(_text({"type": "string"}),)], False
-            case "format":
-                return ([(_text({"type": "string"}),)], False) if value in FORMATS else None
+                yield [(_text({"type": "string"}),)], False
+            case "format" if value in FORMATS:
+                yield [(_text({"type": "string"}),)], False
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
-                return self._denied_bound(keyword, value, node)
+                yield from self._denied_bound(keyword, value, node)
             case "multipleOf":
-                return [(_text({"type": "number"}),)], False
+                yield [(_text({"type": "number"}),)], False
             case "allOf":
-                denials = [self._denied(option, within) for option in value]
-                return [way for ways, _ in denials for way in ways], all(exact for _, exact in denials)
+                yield from (self._denied(option, within) for option in value)
             case "anyOf":
-                return self._denied_all(value, within)
+                yield self._denied_all(value, within)
             case "oneOf":
-                return self._denied_one_of(value, within)
+                yield self._denied_one_of(value, within)
             case "not":
-                return [(self._literal(value),)], True
+                yield [(self._literal(value),)], True
             case "if":
-                return self._denied_condition(node, within)
+                yield from self._denied_condition(node, within)
             case "dependentRequired" | "dependencies" | "dependentSchemas":
-                return self._denied_dependencies(value, within)
+                yield from self._denied_dependencies(value, within)
             case "$dynamicRef" | "$recursiveRef":
-                return [()], False
-        return None
+                yield [()], False
 
-    def _denied_properties(self, properties: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        ways: Ways = []
-        exact = True
+    def _denied_properties(self, properties: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
         for name, schema in properties.items():
             inside = tuple(
                 other for whole in within for part in self._parts(whole) for other in _schemas_of(part, name)
             )
             if any(self._same(schema, other) for other in inside):
                 continue  # the value satisfies it anyway
-            more, is_exact = self._denied(schema, inside)
-            exact &= is_exact
-            if more == [()]:
-                ways.append((_text({"type": "object"}), f"+{name}"))
-            elif more:
-                denied = {"type": "object", "properties": {name: self._schema_of(more)}, "required": [name]}
-                ways.append((_text(denied),))
-        return ways, exact
+            ways, exact = self._denied(schema, inside)
+            if ways == [()]:
+                yield [(_text({"type": "object"}), f"+{name}")], exact
+            elif ways:
+                denied = {"type": "object", "properties": {name: self._schema_of(ways)}, "required": [name]}
+                yield [(_text(denied),)], exact
+            else:
+                yield [], exact
 
-    def _denied_others(self, node: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
+    def _denied_others(self, node: Node, within: tuple[Any, ...]) -> Denial:
         """Return alternatives with an additional member, neither listed nor matched, that violates its schema."""
         schema = node["additionalProperties"]
         for whole in within:
@@ -769,31 +748,27 @@ class _Rewriter:
                     names = [
                         name for name in part.get("properties", {}) if name not in node.get("properties", {})
                     ]
-                    ways, exact = self._denied_properties(dict.fromkeys(names, schema), within)
+                    ways, exact = _joined(self._denied_properties(dict.fromkeys(names, schema), within))
                     return ways, exact and (not names or not node.get("patternProperties"))
         return [(_text({"type": "object"}),)], False
 
-    def _denied_items(self, items: list[Any], keyword: str, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        ways: Ways = []
-        exact = True
+    def _denied_items(self, items: list[Any], keyword: str) -> Iterator[Denial]:
         for i, schema in enumerate(items):
-            more, is_exact = self._denied(schema, ())
-            exact &= is_exact
-            if more:
-                first = [*[True] * i, self._schema_of(more)]
-                ways.append((_text({"type": "array", "minItems": i + 1, keyword: first}),))
-        return ways, exact
+            ways, exact = self._denied(schema, ())
+            first = [*[True] * i, self._schema_of(ways)]
+            denied = {"type": "array", "minItems": i + 1, keyword: first}
+            yield ([(_text(denied),)] if ways else []), exact
 
-    def _denied_bound(self, keyword: str, value: Any, node: Node) -> tuple[Ways, bool] | None:
+    def _denied_bound(self, keyword: str, value: Any, node: Node) -> Iterator[Denial]:
         if isinstance(value, bool):
-            return None  # of draft 4, told with the bound
+            return  # of draft 4, told with the bound
         is_minimum = keyword.endswith("inimum")
         exclusive = "exclusiveMinimum" if is_minimum else "exclusiveMaximum"
         other = ("maximum", "exclusiveMaximum") if is_minimum else ("minimum", "exclusiveMinimum")
         is_exclusive = keyword == exclusive or node.get(exclusive) is True
-        return [(_text({"type": "number", other[0] if is_exclusive else other[1]: value}),)], True
+        yield [(_text({"type": "number", other[0] if is_exclusive else other[1]: value}),)], True
 
-    def _denied_all(self, options: list[Any], within: tuple[Any, ...]) -> tuple[Ways, bool]:
+    def _denied_all(self, options: list[Any], within: tuple[Any, ...]) -> Denial:
         """Return alternatives for the values that none of the schemas allows."""
         ways: Ways = [()]
         exact = True
@@ -809,7 +784,7 @@ class _Rewriter:
                 ways = product
         return ways, exact
 
-    def _denied_one_of(self, options: list[Any], within: tuple[Any, ...]) -> tuple[Ways, bool]:
+    def _denied_one_of(self, options: list[Any], within: tuple[Any, ...]) -> Denial:
         pairs = self._overlaps(options, within)
         if pairs is None or len(pairs) > self._max_ways // 2:
             return [()], False
@@ -817,35 +792,27 @@ class _Rewriter:
         both = [(self._literal(options[i]), self._literal(options[j])) for i, j in pairs]
         return [*ways, *both], exact
 
-    def _denied_condition(self, node: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        ways: Ways = []
-        exact = True
+    def _denied_condition(self, node: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
         premise = self._literal(node["if"])
         for keyword in ("then", "else"):
             if keyword not in node:
                 continue
             when: Ways = [(premise,)]
+            is_certain = True
             if keyword == "else":
-                when, is_exact = self._denied(node["if"], within)
-                exact &= is_exact
-            more, is_exact = self._denied(node[keyword], within)
+                when, is_certain = self._denied(node["if"], within)
+            more, exact = self._denied(node[keyword], within)
             product = self._product(when, more, within)
-            exact &= is_exact and product is not None
-            ways += when if product is None else product
-        return ways, exact
+            yield when if product is None else product, is_certain and exact and product is not None
 
-    def _denied_dependencies(self, value: Node, within: tuple[Any, ...]) -> tuple[Ways, bool]:
-        ways: Ways = []
-        exact = True
+    def _denied_dependencies(self, value: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
         is_object = _text({"type": "object"})
         for name, needed in value.items():
             if isinstance(needed, list):
-                ways += [(is_object, f"+{name}", f"-{other}") for other in needed]
-                continue
-            more, is_exact = self._denied(needed, within)
-            exact &= is_exact
-            ways += [(is_object, f"+{name}", *way) for way in more]
-        return ways, exact
+                yield [(is_object, f"+{name}", f"-{other}") for other in needed], True
+            else:
+                ways, exact = self._denied(needed, within)
+                yield [(is_object, f"+{name}", *way) for way in ways], exact
 
     # ---- alternatives
     def _literal(self, node: Any) -> str:
@@ -1150,6 +1117,12 @@ def _without(node: Node, keyword: str = "") -> Node:
     return {key: value for key, value in node.items() if key not in _LOGIC and key != keyword}
 
 
+def _joined(denials: Iterable[Denial]) -> Denial:
+    """Return all alternatives, and whether all of them are exact."""
+    denials = list(denials)
+    return [way for ways, _ in denials for way in ways], all(exact for _, exact in denials)
+
+
 def _all_types_but(name: str) -> list[str]:
     return [kind for kind in KINDS if kind not in (name, "integer")]
 
@@ -1294,7 +1267,7 @@ def _schemas_of(node: Node, name: str) -> list[Any]:
     return [node["additionalProperties"]]
 
 
-def _other_values(values: list[Any], kinds: frozenset[str]) -> tuple[Ways, bool]:
+def _other_values(values: list[Any], kinds: frozenset[str]) -> Denial:
     """Return alternatives by type for all values of these kinds except the given ones."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:

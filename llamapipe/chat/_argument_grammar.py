@@ -12,12 +12,13 @@ import re
 from typing import Any
 
 from llamapipe._messages import quoted
-from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, json_type, python_text, segments
+from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, python_text, segments
 from llamapipe.chat._lark import ANY, GAP, NOTHING, SPACES, WHITE, Literals, Rules, json_value, regex_text
 from llamapipe.chat._tagged_arguments import NOTES, OF_OBJECT, TaggedArguments, as_text, choices
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.formats import FORMATS
 from llamapipe.structured.patterns import as_lark, translated
+from llamapipe.structured.schema import json_type
 
 _ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,39}/"
 _KINDS = ("number", "boolean", "null", "array", "object")

@@ -21,6 +21,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypedDict
 
+from llamapipe.structured.schema import json_type
+
 # A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], one of MiniMax's such as ]<]minimax[>[, or
 # one character.
 _SEGMENT = re.compile(r"\]<\][a-z]+\[>\[|<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.DOTALL)
@@ -200,14 +202,6 @@ class CallFormat:
         if opening in _BARE and self.style in (Style.JSON, Style.PYTHON):
             return ""
         return first[0] if first and len(first[0]) > 1 else opening.rstrip()
-
-
-def json_type(value: object) -> str:
-    """Return the JSON type of a decoded value; a number is "number"."""
-    if isinstance(value, bool):
-        return "boolean"
-    known = {str: "string", type(None): "null", list: "array"}
-    return "object" if isinstance(value, Mapping) else known.get(type(value), "number")
 
 
 def python_text(value: Any) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 
 from llamapipe._messages import quoted
 from llamapipe.chat._argument_values import python_value
-from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, json_type
+from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style
 from llamapipe.chat._reader import Malformed, TextBuffer
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.schema import json_type, pointer_to, resolved
 
 _DEEP = 40  # levels of a value that are compared with the schema
 _SHARED = ("$defs", "definitions")
@@ -27,17 +28,7 @@ NOTES = frozenset(
      "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
-_OF_STRING = NOTES | {
-    "type",
-    "enum",
-    "const",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-    "anyOf",
-    "oneOf",
-}
+_OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
 
 
 class TaggedArguments:
@@ -90,7 +81,7 @@ class TaggedArguments:
             ):
                 raise InvalidRequestError(
                     f"argument {quoted(name)}: {quoted(wrong[0])} cannot be enforced for a string in this model's "
-                    f"calls, at #/properties/{name.replace('~', '~0').replace('/', '~1')}"
+                    f"calls, at {pointer_to('#/properties', name)}"
                 )
 
     def check_name(self, name: str) -> None:
@@ -129,30 +120,12 @@ class TaggedArguments:
             target = schema.get("$ref")
             if not isinstance(target, str):
                 return schema
-            definition = self._at(target)
-            if definition is True:
-                definition = {}
+            place = resolved(self._root, target)
+            definition = None if place is None else {} if place[1] is True else place[1]
             if not isinstance(definition, dict):
                 raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
             schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
         raise InvalidRequestError("parameters: a reference refers to itself")
-
-    def _at(self, target: str) -> Any:
-        """Return the target of a local reference; None if there is none."""
-        node: Any = self._root
-        if target == "#":
-            return node
-        if not target.startswith("#/"):
-            return None
-        for part in target[2:].split("/"):
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, dict):
-                node = node.get(key)
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                return None
-        return node
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of a part of the parameters, with the definitions it can refer to."""
@@ -392,12 +365,8 @@ _LOOKS = {
     "object": r"\{(?s:.*)\}",
     "array": r"\[(?s:.*)\]",
 }
-_PYTHON = (
-    "boolean",
-    "null",
-    "object",
-    "array",
-)  # types whose literals Python writes in another way than JSON
+# Types whose literals Python writes in another way than JSON.
+_PYTHON = ("boolean", "null", "object", "array")
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:
@@ -414,12 +383,8 @@ def choices(schema: dict[str, Any]) -> list[Any] | None:
 
 def _is_of(value: Any, names: set[str]) -> bool:
     """Return whether a value has one of these JSON types."""
-    if isinstance(value, bool):
-        return "boolean" in names
-    if isinstance(value, (int, float)):
-        return "number" in names or ("integer" in names and value == int(value))
-    known = {str: "string", type(None): "null", list: "array", dict: "object"}
-    return known.get(type(value)) in names
+    kind = json_type(value)
+    return kind in names or (kind == "number" and "integer" in names and value == int(value))
 
 
 def as_text(value: Any) -> str:

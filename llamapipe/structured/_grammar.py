@@ -24,14 +24,24 @@ from llamapipe.structured._rewrite import (
     ASSERTIONS,
     BOUNDS,
     OF_TYPE,
+    OF_TYPED,
     Node,
     identity,
     listed_values,
-    resolved,
     target,
 )
 from llamapipe.structured.patterns import CHARACTER, LOOK_AROUND, as_lark, length_as_lark
-from llamapipe.structured.schema import COUNTED, SPACE, WHITESPACE, subschemas, with_options
+from llamapipe.structured.schema import (
+    COUNTED,
+    SPACE,
+    WHITESPACE,
+    json_type,
+    pointer_to,
+    resolved,
+    steps_of,
+    subschemas,
+    with_options,
+)
 
 
 def integer_range(low: int | None, high: int | None) -> str:
@@ -246,13 +256,9 @@ class SchemaGrammar:
             return self._rule(pointer)
         return self._json({})
 
-    def _new_rule(self, pointer: str, body: str, suffix: str = "") -> str:
-        name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}{suffix}: {body}")
-        return name
-
-    def _terminal(self, body: str) -> str:
-        name = f"T{len(self._lines)}"
+    def _new(self, kind: str, body: str) -> str:
+        """Add a rule or, if the kind is in capitals, a terminal; return its name."""
+        name = f"{kind}{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
         return name
 
@@ -268,7 +274,7 @@ class SchemaGrammar:
                 reference = part.get("$ref")
                 if reference is None:
                     continue
-                steps = unquoted(reference)
+                steps = steps_of(reference)
                 if len(steps) < 3 or steps[0] != "#" or steps[1] not in ("$defs", "definitions"):
                     self._fail(
                         "#",
@@ -330,20 +336,9 @@ class SchemaGrammar:
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
         kinds = node.get("type", list(OF_TYPE))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        known = {keyword for kind in ("integer", *kinds) for keyword in OF_TYPE.get(kind, ())}
-        known |= {
-            "type",
-            "contains",
-            "minContains",
-            "maxContains",
-            *BOUNDS,
-            "multipleOf",
-            *(k for group in OF_TYPE.values() for k in group),
-        }
-        for keyword in sorted(keywords - known):
+        for keyword in sorted(keywords - OF_TYPED):
             self._fail(pointer, keyword, f"it is not supported here: {_NOT_COMBINED}")
-        options = [self._of_type(pointer, node, kind) for kind in kinds]
-        return " | ".join(options)
+        return " | ".join(self._of_type(pointer, node, kind) for kind in kinds)
 
     def _of_type(self, pointer: str, node: Node, kind: str) -> str:
         if kind == "integer" and any(bound in node for bound in BOUNDS):
@@ -375,7 +370,7 @@ class SchemaGrammar:
                 high = most if high is None else min(high, most)
         if low is not None and high is not None and low > high:
             self._fail(pointer, "minimum", f"no integer is from {low} to {high}")
-        return self._terminal(f"/{integer_range(low, high)}/")
+        return self._new("T", f"/{integer_range(low, high)}/")
 
     def _number(self, pointer: str, node: Node) -> str:
         if "multipleOf" in node:
@@ -386,7 +381,7 @@ class SchemaGrammar:
         high = min((exact for name, exact in bounds if name.endswith("aximum")), default=None)
         if low is not None and high is not None and (low > high or (low == high and len(set(bounds)) > 2)):
             self._fail(pointer, "minimum", "no number is within the bounds")
-        return self._terminal(" & ".join(texts))
+        return self._new("T", " & ".join(texts))
 
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
         """Return the keywords for bounds with their values."""
@@ -413,29 +408,24 @@ class SchemaGrammar:
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:
             body = f"({body}) & {length_as_lark(least, most, is_json=True)}"
-        return self._terminal(f'"\\"" ({body}) "\\""')
+        return self._new("T", f'"\\"" ({body}) "\\""')
 
     def _text(self, value: Any) -> str:
         """Return a value as JSON."""
         return json.dumps(value, ensure_ascii=False, separators=self._separators)
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
+        listing = "enum" if "enum" in node else "const"
         for keyword in sorted(keywords - {"enum", "const", "type", *BOUNDS}):
-            self._fail(
-                pointer,
-                "enum" if "enum" in node else "const",
-                f"it cannot be combined with {quoted(keyword)} here",
-            )
-        values = listed_values(
-            self.root, {"enum": node["enum"]} if "enum" in node else {"const": node["const"]}
-        )
+            self._fail(pointer, listing, f"it cannot be combined with {quoted(keyword)} here")
+        values = listed_values(self.root, {listing: node[listing]})
         assert values is not None
         if "const" in node:
             values = [value for value in values if identity(value) == identity(node["const"])]
         fitting = [value for value in values if _fits(value, node)]
         if not fitting:
-            self._nothing(pointer, "enum" if "enum" in node else "const")
-        return self._terminal(" | ".join(json.dumps(self._text(value)) for value in fitting))
+            self._nothing(pointer, listing)
+        return self._new("T", " | ".join(json.dumps(self._text(value)) for value in fitting))
 
     # ---- arrays
     def _array(self, pointer: str, node: Node) -> str:
@@ -530,7 +520,7 @@ class SchemaGrammar:
         n_most = len(values) if most is None else min(int(most), len(values))
         if least > n_most:
             self._fail(pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values")
-        texts = [self._new_rule(pointer, json.dumps(self._text(value))) for value in values]
+        texts = [self._new("r", json.dumps(self._text(value))) for value in values]
         more = f"r{len(self._lines)}"
         options = [
             f"{self._comma} {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))"
@@ -538,7 +528,7 @@ class SchemaGrammar:
         ]
         self._lines.append(f'{more}::_: "" %if bit_count_ge(_, {least})\n | ' + "\n | ".join(options))
         begun = [f"{text} {more}::{1 << i}" for i, text in enumerate(texts)] if n_most else []
-        first = self._new_rule(pointer, " | ".join(begun + ['""'] * (least == 0)))
+        first = self._new("r", " | ".join(begun + ['""'] * (least == 0)))
         return f'"[" {first} "]"'
 
     # ---- objects
@@ -553,17 +543,12 @@ class SchemaGrammar:
             )
         fields: list[tuple[str, bool]] = []
         for name in [*properties, *(name for name in required if name not in properties)]:
-            place = f"{pointer}/properties/{name.replace('~', '~0').replace('/', '~1')}"
-            if name not in properties:
-                place = f"{pointer}/additionalProperties"
+            place = f"{pointer}/additionalProperties"
+            if name in properties:
+                place = pointer_to(f"{pointer}/properties", name)
             value = self._element(place, properties.get(name, others))
             if value is not None:
-                fields.append(
-                    (
-                        f"{json.dumps(json.dumps(name, ensure_ascii=False))} {self._colon} {value}",
-                        name in required,
-                    )
-                )
+                fields.append((f"{_name(name)} {self._colon} {value}", name in required))
             elif name in required:
                 self._nothing(pointer, "required")
         n_required = len(required)
@@ -575,41 +560,34 @@ class SchemaGrammar:
         extra: str | None = None
         if patterns:
             ((pattern, value_schema),) = patterns.items()
-            place = f"{pointer}/patternProperties/{pattern.replace('~', '~0').replace('/', '~1')}"
-            value = self._element(place, value_schema)
-            extra = (
-                None
-                if value is None
-                else f"{self._json({'type': 'string', 'pattern': pattern})} {self._colon} {value}"
-            )
+            value = self._element(pointer_to(f"{pointer}/patternProperties", pattern), value_schema)
+            if value is not None:
+                extra = f"{self._json({'type': 'string', 'pattern': pattern})} {self._colon} {value}"
         else:
             value = self._element(f"{pointer}/additionalProperties", others)
             if value is not None:
-                taken = " | ".join(
-                    json.dumps(json.dumps(name, ensure_ascii=False))
-                    for name in dict.fromkeys([*properties, *required])
-                )
-                name_of = self._terminal(f"{_NAME} & ~({taken})" if taken else _NAME)
+                taken = " | ".join(map(_name, dict.fromkeys([*properties, *required])))
+                name_of = self._new("T", f"{_NAME} & ~({taken})" if taken else _NAME)
                 extra = f"{name_of} {self._colon} {value}"
         low, high = max(0, least - n_required), None if most is None else int(most) - n_required
         if (high is not None and high < 0) or (extra is None and low > 0):
             self._nothing(pointer, "minProperties" if low else "maxProperties")
         if extra is not None and high != 0:
             fields.append((self._more(f"({extra})", max(low, 1), high, False), low > 0))
-        return '"{" ' + self._members(pointer, fields) + ' "}"'
+        return '"{" ' + self._members(fields) + ' "}"'
 
-    def _members(self, pointer: str, fields: Sequence[tuple[str, bool]]) -> str:
+    def _members(self, fields: Sequence[tuple[str, bool]]) -> str:
         """Write the members in order, with or without each optional one. The number of rules is linear in theirs."""
         after = first = '""'
         for field, is_required in reversed(fields):
-            member = self._new_rule(pointer, field)
+            member = self._new("r", field)
             after_here = f"{self._comma} {member} {after}"
             first_here = f"{member} {after}"
             if is_required:
-                after, first = self._new_rule(pointer, after_here), self._new_rule(pointer, first_here)
+                after, first = self._new("r", after_here), self._new("r", first_here)
             else:
-                first = self._new_rule(pointer, f"{first_here} | {first}")
-                after = self._new_rule(pointer, f"{after_here} | {after}")
+                first = self._new("r", f"{first_here} | {first}")
+                after = self._new("r", f"{after_here} | {after}")
         return first
 
     # ---- what cannot be
@@ -625,11 +603,9 @@ _NOT_COMBINED = (
 )
 
 
-def unquoted(reference: str) -> list[str]:
-    """Return the steps of a reference."""
-    from urllib.parse import unquote
-
-    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
+def _name(name: str) -> str:
+    """Write a member's name as a literal of Lark."""
+    return json.dumps(json.dumps(name, ensure_ascii=False))
 
 
 def _is_hard(part: Node) -> bool:
@@ -687,21 +663,13 @@ def _fraction(value: Any) -> Fraction | None:
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, (bool, type(None))):
-        return "null" if value is None else "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    return {"str": "string", "list": "array", "dict": "object"}[type(value).__name__]
-
-
 def _fits(value: Any, node: Node) -> bool:
     """Return whether a listed value has the type and is within the bounds that accompany the list."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     number = _fraction(value)
     is_integer = number is not None and number.denominator == 1
-    if kinds is not None and _kind(value) not in kinds and not (is_integer and "integer" in kinds):
+    if kinds is not None and json_type(value) not in kinds and not (is_integer and "integer" in kinds):
         return False
     if number is None:
         return True

@@ -21,9 +21,18 @@ from urllib.parse import quote, urlsplit
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured._rewrite import ASSERTIONS, BOUNDS, OF_TYPE, Node, identity, resolved
+from llamapipe.structured._rewrite import ASSERTIONS, BOUNDS, OF_TYPED, Node, identity
 from llamapipe.structured.formats import FORMATS
-from llamapipe.structured.schema import COUNTED, MAPS, ONE, pointer_to, ref_stands_alone, subschemas
+from llamapipe.structured.schema import (
+    COUNTED,
+    MAPS,
+    ONE,
+    json_type,
+    pointer_to,
+    ref_stands_alone,
+    resolved,
+    subschemas,
+)
 
 # The most alternatives of a part. The first number is tried first, the next ones if the grammar is too large.
 WAYS: Final = (32, 8, 1, 0)
@@ -444,15 +453,13 @@ class _Rewriter:
         """
         least, most = int(node.get("minContains", 1)), node.get("maxContains")
         first, items = node.get("prefixItems", []), node.get("items", True)
-        known = {"type", "contains", "minContains", "maxContains", *BOUNDS, "multipleOf"}
-        known |= {keyword for keywords in OF_TYPE.values() for keyword in keywords}
         n_positions = max(len(first), int(node.get("minItems", 0)), int(node.get("maxItems", 0)), 1)
         n_counts = (least if most is None else int(most)) + 1
         if (
             not self._counts_items
             or within
             or "array" not in _kinds(node)
-            or (node.keys() & ASSERTIONS) - known
+            or (node.keys() & ASSERTIONS) - OF_TYPED
             or not isinstance(items, (dict, bool))
             or node.get("uniqueItems")
             or (most is not None and most < least)
@@ -1207,13 +1214,10 @@ def _kinds(node: Node) -> frozenset[str]:
 
 
 def _kind_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
+    kind = json_type(value)
+    if kind == "number":
         return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    return {"str": "string", "list": "array", "dict": "object"}[type(value).__name__]
+    return kind
 
 
 def _values(node: Node) -> list[Any] | None:

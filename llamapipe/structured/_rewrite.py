@@ -14,13 +14,12 @@ import math
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.formats import ANY_STRING, FORMATS
 from llamapipe.structured.patterns import LOOK_AROUND, translated
-from llamapipe.structured.schema import subschemas
+from llamapipe.structured.schema import resolved, subschemas
 
 Node = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -40,6 +39,8 @@ ASSERTIONS = {
     "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "$dynamicRef", "$recursiveRef", *(keyword for group in OF_TYPE.values() for keyword in group),
 }  # fmt: skip
+# Keywords that `_grammar` can combine in a schema for values of one or several types.
+OF_TYPED = {"type", "contains", "minContains", "maxContains"}.union(*OF_TYPE.values())
 # Keywords that alone have no effect on values.
 _OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _OTHER_ASSERTIONS = {
@@ -67,41 +68,16 @@ def rewritten(schema: Node) -> tuple[Node, list[str]]:
     return copy, [*warnings, *_warnings_of_formats(reasons)]
 
 
-def resolved(root: Node, reference: Any) -> tuple[str, Any] | None:
-    """Return the pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
-    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
-        return None
-    value: Any = root
-    for step in unquote(reference).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        else:
-            return None
-    return unquote(reference), value
+def target(root: Node, node: Any, is_plain: bool = False) -> Any:
+    """Return the target of a schema that is a reference; otherwise the schema itself.
 
-
-def target(root: Node, node: Any) -> Any:
-    """Return the target of a schema that is only a reference; otherwise the schema itself."""
+    ``is_plain``: only of a reference without other keywords that restrict the value.
+    """
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
             return node
         place = resolved(root, node["$ref"])
-        if place is None:
-            return node
-        node = place[1]
-    return node
-
-
-def _plain_target(root: Node, node: Any) -> Any:
-    """Follow references as ``target`` does, up to a reference with other keywords that restrict the value."""
-    for _ in range(100):
-        if not isinstance(node, dict) or node.keys() & ASSERTIONS != {"$ref"}:
-            return node
-        place = resolved(root, node["$ref"])
-        if place is None:
+        if place is None or (is_plain and node.keys() & ASSERTIONS != {"$ref"}):
             return node
         node = place[1]
     return node
@@ -144,7 +120,7 @@ def listed_values(root: Node, node: Any) -> list[Any] | None:
 
 def _lists_exactly(root: Node, node: Any) -> bool:
     """Return whether a schema allows exactly its listed values, within its type and bounds."""
-    node = _plain_target(root, node)
+    node = target(root, node, is_plain=True)
     if not isinstance(node, dict):
         return False
     keywords = node.keys() & ASSERTIONS
@@ -252,7 +228,7 @@ MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, 
 
 def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[str]:
     """Replace the keyword by listed names or a pattern of names. Yield the warning, if any."""
-    names = _plain_target(root, part.pop("propertyNames"))
+    names = target(root, part.pop("propertyNames"), is_plain=True)
     if names is True or names == {}:
         return
     if not isinstance(names, dict):

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
@@ -79,6 +80,36 @@ def ref_stands_alone(root: dict[str, Any]) -> bool:
 def pointer_to(pointer: str, name: str) -> str:
     """Return the JSON pointer to a member."""
     return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
+
+
+def resolved(root: dict[str, Any], reference: Any) -> tuple[str, Any] | None:
+    """Return the pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
+    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    value: Any = root
+    for name in steps_of(reference)[1:]:
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return unquote(reference), value
+
+
+def steps_of(reference: str) -> list[str]:
+    """Return the steps of a reference, of which the first is ``#``."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
+
+
+def json_type(value: object) -> str:
+    """Return the JSON type of a decoded value; a number is "number"."""
+    if isinstance(value, bool):
+        return "boolean"
+    return "object" if isinstance(value, Mapping) else _TYPES.get(type(value), "number")
+
+
+_TYPES = {str: "string", type(None): "null", list: "array"}
 
 
 def schema_text(schema: Any) -> str:

@@ -40,6 +40,7 @@ def accepts(parameters: dict[str, Any], **arguments: str) -> bool:
         ({"type": ["string", "null"], "enum": ["x", None]}, "null", "y"),
         ({"$ref": "#/$defs/any"}, "x", None),
         ({"$ref": "#/$defs/either/anyOf/1"}, "7", "x"),
+        ({"$ref": "#/$defs/with%20space"}, "7", "x"),
         ({"type": "string", "format": "date"}, "2026-11-23", "x"),
         ({"type": "string", "format": "path"}, "a/b", None),
         ({"type": "string", "format": "date-time"}, "2026-11-23t23:59:60z", "2026-11-31T00:00:00Z"),
@@ -57,6 +58,7 @@ def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str |
         "E": {"enum": ["p", "q"], "type": "string"},
         "any": True,
         "either": {"anyOf": [{"type": "boolean"}, {"type": "integer"}]},
+        "with space": {"type": "integer"},
     }
     parameters = of({"a": schema}, required=["a"], **{"$defs": shared})
     assert accepts(parameters, a=good)

@@ -23,8 +23,8 @@ from support.guided import accepts
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured._rewrite import resolved
 from llamapipe.structured.compile import GuideFactory, compile_guide
+from llamapipe.structured.schema import resolved
 
 SUITE = os.environ.get("LLAMAPIPE_SCHEMA_SUITE", "")
 MASKBENCH = os.environ.get("LLAMAPIPE_MASKBENCH", "")

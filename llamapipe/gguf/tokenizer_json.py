@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Final, NamedTuple
 
+from llamapipe.chat.control_text import SpecialToken
 from llamapipe.gguf._shapes import text
 from llamapipe.gguf.reader import Array, Head, parse_head
 
@@ -70,22 +71,12 @@ _SPACE: Final = "\u2581"  # how SentencePiece writes a space
 _BYTE_PIECES: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
-class AddedToken(NamedTuple):
-    """A token that is matched before the tokenizer runs. Fields as in ``chat.control_text.SpecialToken``."""
-
-    text: str
-    id: int
-    is_control: bool
-    strips_left: bool = False
-    strips_right: bool = False
-
-
 class CannotExportError(ValueError):
     """``tokenizer.json`` cannot express the vocabulary exactly; the message gives the reason."""
 
 
 def tokenizer_json(
-    path: Path, added: Sequence[AddedToken], first: int | None, last: int | None
+    path: Path, added: Sequence[SpecialToken], first: int | None, last: int | None
 ) -> dict[str, Any]:
     """Return the content of ``tokenizer.json`` for the vocabulary of a checked GGUF file.
 
@@ -147,7 +138,7 @@ def _strings(head: Head, name: str) -> list[bytes]:
     return head.strings(entry.value)
 
 
-def _check_overlaps(added: Sequence[AddedToken]) -> None:
+def _check_overlaps(added: Sequence[SpecialToken]) -> None:
     """Refuse special tokens if one can begin inside another.
 
     llama.cpp matches the longest token first, anywhere in the text; ``tokenizers`` matches from left to right.
@@ -168,7 +159,7 @@ def _check_overlaps(added: Sequence[AddedToken]) -> None:
 
 
 # ---- SentencePiece with merges: pieces have scores, and the pair with the best score is merged first
-def _sentencepiece(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> dict[str, Any]:
+def _sentencepiece(head: Head, pieces: list[str], added: Sequence[SpecialToken]) -> dict[str, Any]:
     known = set(pieces)
     if missing := [piece for piece in _BYTE_PIECES if piece not in known]:
         raise CannotExportError(
@@ -193,7 +184,7 @@ def _sentencepiece(head: Head, pieces: list[str], added: Sequence[AddedToken]) -
     }
 
 
-def _merges_by_score(head: Head, pieces: list[str], added: Sequence[AddedToken]) -> list[tuple[str, str]]:
+def _merges_by_score(head: Head, pieces: list[str], added: Sequence[SpecialToken]) -> list[tuple[str, str]]:
     """Return every pair of pieces that merges into a third.
 
     Merges into the pieces with the best scores come first. Merges with equal scores are refused: llama.cpp applies them
@@ -318,7 +309,7 @@ def _template(pieces: list[str], first: int | None, last: int | None) -> dict[st
 def write_tokenizer(
     source: Path,
     folder: Path,
-    added: Sequence[AddedToken],
+    added: Sequence[SpecialToken],
     *,
     first: int | None,
     last: int | None,

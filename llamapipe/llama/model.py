@@ -673,14 +673,13 @@ class Model(Owner):
 
         Any thread. Raises ValueError if ``tokenizer.json`` cannot express the vocabulary exactly; OSError.
         """
-        from llamapipe.gguf.tokenizer_json import AddedToken, write_tokenizer
+        from llamapipe.gguf.tokenizer_json import write_tokenizer
 
         vocab = self.vocab
-        added = [AddedToken(*token) for token in vocab.special_tokens()]
         return write_tokenizer(
             self.path,
             path_of(folder),
-            added,
+            vocab.special_tokens(),
             first=vocab.bos if vocab.add_bos else None,
             last=vocab.eos if vocab.add_eos else None,
             bos=vocab.bos,

@@ -15,7 +15,8 @@ from support.gguf_models import TOOLS
 from tokenizers import Tokenizer
 
 import llamapipe as lp
-from llamapipe.gguf.tokenizer_json import PRE_TOKENIZERS, AddedToken, CannotExportError, _check_overlaps
+from llamapipe.chat.control_text import SpecialToken
+from llamapipe.gguf.tokenizer_json import PRE_TOKENIZERS, CannotExportError, _check_overlaps
 
 assert TOOLS.is_dir()  # importing it makes this one importable
 import make_model  # noqa: E402
@@ -151,7 +152,7 @@ def test_a_piece_with_an_unknown_character_is_refused(tmp_path: Path) -> None:
 
 def test_special_tokens_that_overlap_are_refused() -> None:
     def check(*texts: str) -> None:
-        _check_overlaps([AddedToken(text, i, True) for i, text in enumerate(texts)])
+        _check_overlaps([SpecialToken(text, i, True) for i, text in enumerate(texts)])
 
     check("<|a|>", "<|b|>", "  ", "   ", "<|a|>x")
     with pytest.raises(CannotExportError, match="overlap in the text 'ABCD'"):

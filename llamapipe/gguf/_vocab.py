@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from llamapipe.gguf._shapes import text
 from llamapipe.gguf.reader import F32, I32, STRING, U32, Array, Damage, Entry, Head
 
 _PREFIX: Final = "tokenizer.ggml."
@@ -44,7 +45,7 @@ _MAX_CUBES: Final = 2e10
 def check_vocabulary(head: Head) -> tuple[str | None, int]:
     """Return the tokenizer's name (None without a vocabulary) and the number of its pieces. Raises Damage."""
     entries = head.entries
-    tokenizer = _string(entries, "tokenizer.ggml.model")
+    tokenizer = text(entries, "tokenizer.ggml.model")
     if tokenizer is None:
         return None, 0
     if tokenizer in ("none", "no_vocab"):
@@ -77,15 +78,6 @@ def check_vocabulary(head: Head) -> tuple[str | None, int]:
     elif tokenizer == "plamo2" and sum(len(piece) ** 3 for piece in pieces) > _MAX_CUBES:
         raise Damage("the pieces of its PLaMo-2 vocabulary are too long for llama.cpp to index")
     return tokenizer, tokens.count
-
-
-def _string(entries: dict[str, Entry], key: str) -> str | None:
-    entry = entries.get(key)
-    if entry is None:
-        return None
-    if not isinstance(entry.value, bytes):
-        raise Damage(f"{key} must be a string")
-    return entry.value.decode("utf-8", "backslashreplace")
 
 
 def _array(entries: dict[str, Entry], name: str, kinds: tuple[int, ...]) -> Array | None:
@@ -139,7 +131,7 @@ def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None
 
     llama.cpp asserts this while tokenizing.
     """
-    pre = _string(entries, "tokenizer.ggml.pre") or ""
+    pre = text(entries, "tokenizer.ggml.pre") or ""
     defaults: tuple[int | None, ...] = _DEFAULTS.get(tokenizer, (None,) * 4)
     if tokenizer in _BPE and pre in _BPE_WITHOUT_BOS:
         defaults = (None, *defaults[1:])
@@ -191,7 +183,7 @@ def _check_bytes(pieces: list[bytes]) -> None:
 
 
 def _check_bpe(head: Head, tokenizer: str) -> None:
-    pre = _string(head.entries, "tokenizer.ggml.pre") or ""
+    pre = text(head.entries, "tokenizer.ggml.pre") or ""
     if pre == "whitespace" and tokenizer != "whitespace":
         raise Damage(
             f"tokenizer.ggml.pre is 'whitespace', which does not go with the tokenizer {tokenizer!r}"
@@ -209,8 +201,8 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
     if len(wrong):
         i = int(wrong[0])
         start = int(merges.starts[i])
-        text = head.buffer[start : start + min(int(merges.lengths[i]), 40)]
-        raise Damage(f"merge {i} of the vocabulary, {text!r}, is not two pieces with a space between")
+        merge = head.buffer[start : start + min(int(merges.lengths[i]), 40)]
+        raise Damage(f"merge {i} of the vocabulary, {merge!r}, is not two pieces with a space between")
 
 
 def _check_rwkv(pieces: list[bytes]) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from llamapipe._messages import readable
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf._shapes import text
-from llamapipe.gguf.check import Stamp, check_tensors, open_gguf, type_name
+from llamapipe.gguf.check import Stamp, check_tensors, naming, open_gguf, type_name
 from llamapipe.gguf.reader import F32, TYPE_NAMES, U32, Array, Damage, Head, Tensor
 
 _ALPHA: Final = "adapter.lora.alpha"
@@ -124,15 +124,13 @@ def check_adapter(
         raise ModelLoadError(f"{file} is an adapter of PEFT; convert it with {_CONVERTER}, and give its file")
     opened = open_gguf(file, "convert_lora_to_gguf.py")
     head = opened.head
-    try:
+    with naming(file):
         alpha = _check_keys(head, architecture)
         invocation = _invocation(head, n_vocab)
         name = readable(text(head.entries, "general.name") or file.stem)
         check_tensors(head)
         ranks = _check_pairs(head, architecture, tensors)
         matrices = _rows_matrices(head, architecture)
-    except Damage as damage:
-        raise ModelLoadError(f"{file}: {damage}") from None
     return AdapterInfo(
         path=file,
         name=name[:MOST_NAME],
@@ -228,7 +226,7 @@ def check_control_vector(
     file = Path(path)
     opened = open_gguf(file, "llama.cpp's cvector-generator or repeng")
     head = opened.head
-    try:
+    with naming(file):
         kind = text(head.entries, "general.architecture")
         if kind != "controlvector":
             raise Damage(
@@ -242,8 +240,6 @@ def check_control_vector(
         name = readable(text(head.entries, "general.name") or file.stem)
         check_tensors(head)
         directions, layers = _directions(head, n_layer, n_embd)
-    except Damage as damage:
-        raise ModelLoadError(f"{file}: {damage}") from None
     return ControlInfo(
         path=file,
         name=name[:MOST_NAME],

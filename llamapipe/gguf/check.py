@@ -13,13 +13,14 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.gguf._shapes import check_shapes
+from llamapipe.gguf._shapes import Shapes, check_shapes
 from llamapipe.gguf._vocab import check_vocabulary
 from llamapipe.gguf.names import part_name, read_name
 from llamapipe.gguf.reader import (
@@ -191,7 +192,7 @@ class OpenFile:
 
 
 @dataclass(frozen=True)
-class GgufInfo:
+class GgufInfo(Shapes):
     """The facts in the head of a checked file.
 
     `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a vocabulary.
@@ -205,21 +206,14 @@ class GgufInfo:
 
     path: Path
     version: int
-    architecture: str
     tokenizer: str | None
     n_vocab: int
     n_entries: int
     n_tensors: int
     n_parts: int
     metadata: Mapping[str, Any]
-    n_layer: int
-    n_embd: int
-    n_ctx_train: int
-    is_causal: bool
     is_vocab_only: bool
     has_rank_head: bool
-    n_rot: int | None
-    has_rope_sections: bool
     tensors: tuple[Tensor, ...]
     size_bytes: int
     stamps: tuple[Stamp, ...]
@@ -242,36 +236,28 @@ def check_gguf(
     file = Path(path)
     first = open_gguf(file)
     head = first.head
-    try:
+    with naming(file):
         head.entries.update(overridden(head.entries, overrides or {}))
         # First, because a later part of a split model has no architecture, which would be the wrong complaint.
         n_tensors, parts = _parts(file, head)
         shapes = check_shapes(head)
         tokenizer, n_vocab = check_vocabulary(head)
         check_tensors(head)
-    except Damage as damage:
-        raise ModelLoadError(f"{file}: {damage}") from None
     tensors = tuple(
         tensor for part_head in (head, *(part.head for part in parts)) for tensor in part_head.tensors
     )
     return GgufInfo(
         path=file,
+        **vars(shapes),
         version=head.version,
-        architecture=shapes.architecture,
         tokenizer=tokenizer,
         n_vocab=n_vocab,
         n_entries=len(head.entries),
         n_tensors=n_tensors,
         n_parts=1 + len(parts),
         metadata=_metadata(head),
-        n_layer=shapes.n_layer,
-        n_embd=shapes.n_embd,
-        n_ctx_train=shapes.n_ctx_train,
-        is_causal=shapes.is_causal,
         is_vocab_only=n_tensors == 0,
         has_rank_head=any(tensor.name in RANK_HEADS for tensor in tensors),
-        n_rot=shapes.n_rot,
-        has_rope_sections=shapes.has_rope_sections,
         tensors=tensors,
         size_bytes=len(head.buffer) + sum(len(part.head.buffer) for part in parts),
         stamps=(first.stamp, *(part.stamp for part in parts)),
@@ -349,8 +335,15 @@ def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
         raise ModelLoadError(f"{path} cannot be read: no permission; change its mode or owner") from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    try:
+    with naming(path):
         return OpenFile(Stamp.of(path, status), parse_head(buffer))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise Damage as a ModelLoadError that names the file."""
+    try:
+        yield
     except Damage as damage:
         raise ModelLoadError(f"{path}: {damage}") from None
 
@@ -407,16 +400,10 @@ def _parts(path: Path, head: Head) -> tuple[int, list[OpenFile]]:
             if tensor.name in names:
                 raise Damage(f"{part_path}: the tensor {tensor.name!r} occurs in an earlier part too")
             names.add(tensor.name)
-        _check_part(part_path, part)
+        with naming(part_path):
+            check_tensors(part)
         parts.append(opened)
     return len(names), parts
-
-
-def _check_part(path: Path, part: Head) -> None:
-    try:
-        check_tensors(part)
-    except Damage as damage:
-        raise ModelLoadError(f"{path}: {damage}") from None
 
 
 def _split_value(head: Head, key: str) -> int | None:

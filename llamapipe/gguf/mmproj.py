@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llamapipe.errors import ModelLoadError
-from llamapipe.gguf.check import Stamp, check_tensors, open_gguf
+from llamapipe.gguf.check import Stamp, check_tensors, naming, open_gguf
 from llamapipe.gguf.names import read_name, split_quantization
 from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
 from llamapipe.ollama_models import names_of
@@ -126,7 +126,7 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
     """Check a projector's file. Raises ModelLoadError, which names the problem."""
     file = Path(path)
     opened = open_gguf(file)
-    try:
+    with naming(file):
         modalities, projectors = _checked(opened.head)
         check_tensors(opened.head)
         widths = tuple(
@@ -134,8 +134,6 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
         )
         title = _text(opened.head, "general.name")
         image_tokens = _image_tokens(opened.head) if "vision" in modalities else None
-    except Damage as damage:
-        raise ModelLoadError(f"{file}: {damage}") from None
     sees, hears = "vision" in modalities, "audio" in modalities
     stamp, n_bytes = opened.stamp, len(opened.head.buffer)
     return MmprojInfo(file, projectors, n_bytes, stamp, sees, hears, widths, title, image_tokens)

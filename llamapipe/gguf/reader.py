@@ -23,41 +23,12 @@ INTEGER_RANGES: Final = {
         kind: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for kind, bits in {1: 8, 3: 16, 5: 32, 11: 64}.items()
     },
 }
-TYPE_NAMES: Final = (
-    "u8",
-    "i8",
-    "u16",
-    "i16",
-    "u32",
-    "i32",
-    "f32",
-    "bool",
-    "string",
-    "array",
-    "u64",
-    "i64",
-    "f64",
-)
+TYPE_NAMES: Final = tuple("u8 i8 u16 i16 u32 i32 f32 bool string array u64 i64 f64".split())
+# A string and an array have no fixed size.
 _SCALARS: Final = {
-    kind: struct.Struct("<" + code)
-    for kind, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "B",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
+    kind: struct.Struct(f"<{code}") for kind, code in enumerate("BbHhIifB  Qqd") if code != " "
 }
-_DTYPES: Final = {
-    kind: np.dtype("<" + code)
-    for kind, code in {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1"}.items()
-} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+_DTYPES: Final = {kind: np.dtype(scalar.format) for kind, scalar in _SCALARS.items()}
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 _HEADER_BYTES: Final = 24

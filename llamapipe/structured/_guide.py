@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from llamapipe.errors import ConstraintError, DecodeError, EngineClosedError
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.llama.vocab import Vocab
+from llamapipe.native.owner import Owner
 
 
 def llguidance(field: str) -> Any:
@@ -141,7 +141,7 @@ DEAD_END = (
 )
 
 
-class Guide:
+class Guide(Owner):
     """Follows the tokens of one request through its grammar. ``GuideFactory.new`` creates it.
 
     ``prepare`` does the work of a step; llguidance computes the mask without the GIL, and the rest takes a few
@@ -177,7 +177,6 @@ class Guide:
         # llguidance's own end token is bit n_vocab, which may need one more word.
         self._buffer = np.zeros((tokenizer.n_vocab + 1 + 31) // 32, np.uint32)
         self._words = self._buffer[:n_words]
-        self._scratch = np.empty(n_words, np.uint32)
         self._mask = self._words.view()
         self._mask.flags.writeable = False
         self._n_at_mask = 0  # tokens that had been accepted when the last mask was computed
@@ -315,11 +314,7 @@ class Guide:
 
         A mask without words means that the text is finished. Nothing is accepted.
         """
-        # A dead end, or a limit: the request meets it when it gets there.
-        with (
-            Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted) as ahead,
-            suppress(DecodeError),
-        ):
+        with self._copied() as ahead:
             for i, token in enumerate(tokens):
                 ahead.accept(token)
                 if i >= n_known:
@@ -332,16 +327,20 @@ class Guide:
         Nothing is accepted, and no mask is computed. In most grammars, an allowed token takes a few microseconds.
         """
         n, until_s = 0, perf_counter() + limit_s
-        with (
-            Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted) as ahead,
-            suppress(DecodeError),
-        ):
+        with self._copied() as ahead:
             for token in tokens:
                 ahead.accept(token)
                 n += 1
                 if perf_counter() > until_s:
                     break
         return n
+
+    @contextmanager
+    def _copied(self) -> Iterator[Guide]:
+        """Return a guide in the same state. A dead end or a limit ends the block: the request meets it there."""
+        ahead = Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted)
+        with ahead, suppress(DecodeError):
+            yield ahead
 
     # ---- going back
     def rollback(self, n_tokens: int) -> None:
@@ -384,14 +383,6 @@ class Guide:
     def close(self) -> None:
         """Free the matcher; a second call does nothing. Dropping the last reference frees it as well."""
         self._matcher = self._start = self._ahead = self._other = None
-
-    def __enter__(self) -> Guide:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def message_of(matcher: Any) -> str:

@@ -7,6 +7,7 @@ reading, so that a short text cannot expand into a large grammar.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -45,7 +46,8 @@ MAX_DEPTH = 100  # nested brackets; llama.cpp recurses, and a stack of 512 KiB o
 MAX_TIMES = 2000  # in {m,n}; llama.cpp's own limit, beyond which it silently repeats without end
 MAX_ELEMENTS = 100_000  # after expansion: "..."{2000} multiplies its text
 MAX_TOKEN_CHARS = 256  # in <token>, which llama.cpp tokenizes
-_WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
+_NAME, _DIGITS = re.compile("[a-zA-Z0-9-]*"), re.compile("[0-9]*")
+_SPACE, _SPACE_OR_NEWLINE = (re.compile(rf"(?:[{spaces}]|#[^\r\n\0]*)*") for spaces in (r" \t", r" \t\r\n"))
 _SIMPLE_ESCAPES = {"t": 9, "r": 13, "n": 10, "\\": 92, '"': 34, "[": 91, "]": 93, "-": 45}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
@@ -161,7 +163,7 @@ class GbnfReader:
             self._characters(top)
         elif char in "<!":
             self._token(top)
-        elif char in _WORD:
+        elif char == "-" or (char.isascii() and char.isalnum()):
             at = self._at
             top.begin()
             self._push(top, self._rules.symbol(self._name(), at))
@@ -220,7 +222,7 @@ class GbnfReader:
         if n_digits is None:
             raise self.error("unknown escape")
         digits = self._text[self._at + 2 : self._at + 2 + n_digits]
-        if len(digits) < n_digits or not set(digits) <= set("0123456789abcdefABCDEF"):
+        if not re.fullmatch(f"[0-9a-fA-F]{{{n_digits}}}", digits):
             raise self.error(f"expected {n_digits} hexadecimal digits")
         if int(digits, 16) > 0x10FFFF:
             raise self.error("there is no such character")
@@ -237,7 +239,7 @@ class GbnfReader:
             raise self.error(f"no > within {MAX_TOKEN_CHARS} characters")
         inner = self._text[begin + 1 : end]
         if inner.startswith("["):
-            if not inner.endswith("]") or not _is_decimal(inner[1:-1]) or len(inner) > 12:
+            if not re.fullmatch(r"\[[0-9]{1,10}\]", inner):
                 raise self.error("expected a token id between <[ and ]>")
             self._rules.tokens.append((at, int(inner[1:-1])))
         else:
@@ -290,10 +292,7 @@ class GbnfReader:
         return least, most if bounded else None
 
     def _number(self, at: int) -> int:
-        begin = self._at
-        while self._text[self._at] in "0123456789":
-            self._at += 1
-        digits = self._text[begin : self._at]
+        digits = self._take(_DIGITS)
         if not digits:
             raise self.error("expected a number")
         if len(digits) > 9 or int(digits) > MAX_TIMES:
@@ -302,30 +301,24 @@ class GbnfReader:
 
     # ---- characters
     def _name(self) -> str:
-        begin = self._at
-        while self._text[self._at] in _WORD:
-            self._at += 1
-        if self._at == begin:
+        name = self._take(_NAME)
+        if not name:
             raise self.error("expected the name of a rule")
-        return self._text[begin : self._at]
+        return name
 
     def _skip(self, newline: bool) -> None:
         self._at += 1
         self._space(newline)
 
     def _space(self, newline: bool) -> None:
-        text, at = self._text, self._at
-        while text[at] in (" \t#\r\n" if newline else " \t#"):
-            if text[at] == "#":
-                while text[at] not in "\0\r\n":
-                    at += 1
-            else:
-                at += 1
-        self._at = at
+        self._take(_SPACE_OR_NEWLINE if newline else _SPACE)
 
-
-def _is_decimal(text: str) -> bool:
-    return bool(text) and set(text) <= set("0123456789")
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        """Consume what ``pattern``, which may be nothing, matches here."""
+        match = pattern.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+        return match[0]
 
 
 MAX_BYTES = 2**18

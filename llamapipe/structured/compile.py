@@ -12,7 +12,7 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import thread_time
 from types import MappingProxyType
 from typing import Any, Final
@@ -109,16 +109,8 @@ def compile_guide(
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
     other types, ValueError unless exactly one constraint is given, ImportError without llguidance.
     """
-    sources: dict[str, Any] = {
-        kind: source
-        for kind, source in (
-            ("json_schema", json_schema),
-            ("regex", regex),
-            ("lark", lark),
-            ("choice", choice),
-        )
-        if source is not None
-    }
+    options = {"json_schema": json_schema, "regex": regex, "lark": lark, "choice": choice}
+    sources: dict[str, Any] = {kind: source for kind, source in options.items() if source is not None}
     if len(sources) != 1:
         raise ValueError(
             f"give one of json_schema, regex, lark and choice, not {' and '.join(sources) or 'none'}"
@@ -178,10 +170,10 @@ def _checked(kind: str, text: Any) -> str:
     return text
 
 
+@dataclass
 class _Entry:
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.factory: GuideFactory | None = None
+    lock: Lock = field(default_factory=Lock)
+    factory: GuideFactory | None = None
 
 
 class _Compiler:
@@ -217,22 +209,16 @@ class _Compiler:
             start = start or self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(self._schema_error(schema.grammar, message_of(start)))
-        elif kind == "choice":
-            written = _grammar(_choice_grammar(json.loads(text), whitespace))
-            start = self._matcher(written)
-            if start.is_error():
-                raise InvalidRequestError(f"choice cannot be compiled: {message_of(start)}")
-        elif kind == "regex":
-            written = _regex_grammar(text)
-            start = self._matcher(written)
-            if start.is_error():
-                raise InvalidRequestError(
-                    f"regex cannot be compiled: {_without_ours(message_of(start), kind)}"
-                )
         else:
-            text, schemas = self._with_rewritten_schemas(text)
-            others = {f"json_{i}": schema.lark for i, schema in enumerate(schemas) if schema.lark is not None}
-            written = _grammar(text, others)
+            schemas: list[_Written] = []
+            if kind == "choice":
+                written = _grammar(_choice_grammar(json.loads(text), whitespace))
+            elif kind == "regex":
+                written = _regex_grammar(text)
+            else:
+                text, schemas = self._with_rewritten_schemas(text)
+                larks = {f"json_{i}": schema.lark for i, schema in enumerate(schemas)}
+                written = _grammar(text, {name: lark for name, lark in larks.items() if lark is not None})
             start = self._matcher(written)
             if start.is_error():
                 # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
@@ -242,7 +228,7 @@ class _Compiler:
                     if alone.is_error():
                         raise InvalidRequestError(self._schema_error(schema.grammar, message_of(alone)))
                 raise InvalidRequestError(
-                    f"lark cannot be compiled: {_without_ours(message_of(start), kind)}"
+                    f"{kind} cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
         factory = GuideFactory(start, self._tokenizer, lambda: self._matcher(written))
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
@@ -351,11 +337,7 @@ def _choice_grammar(texts: list[str], space: str) -> str:
     ``space``: an optional text before them.
     """
     choices = " | ".join(map(json.dumps, dict.fromkeys(texts)))
-    return (
-        f"start: CHOICE\nCHOICE: {json.dumps(space)}? ({choices})"
-        if space
-        else f"start: CHOICE\nCHOICE: {choices}"
-    )
+    return f"start: CHOICE\nCHOICE: {f'{json.dumps(space)}? ({choices})' if space else choices}"
 
 
 def _json_grammar(schema: dict[str, Any], whitespace: str) -> str:

@@ -267,29 +267,14 @@ def limited() -> Iterator[None]:
 _REMOVED_FILTERS = ("urlize", "wordwrap", "striptags", "xmlattr", "pprint")
 _CHECKED_FILTERS = frozenset({"center", "indent", "batch", "slice", "truncate", "round", "tojson"})
 _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
-_PER_SORTED = (
-    3  # iterations more for each value that a filter sorts: Jinja makes a key of it, then it is compared
-)
-_SORTING = frozenset(
-    {"sort", "groupby", "dictsort", "unique", "min", "max"}
-)  # these make lower-case copies of texts
+# Iterations more for each value that a filter sorts: Jinja makes a key of it, then it is compared.
+_PER_SORTED = 3
+# These make lower-case copies of texts.
+_SORTING = frozenset({"sort", "groupby", "dictsort", "unique", "min", "max"})
 # These look at each item in Python, or make an object of each character or word.
-_VISITING = _SORTING | {
-    *(
-        "batch",
-        "items",
-        "join",
-        "list",
-        "map",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-        "slice",
-    ),
-    *("sum", "title", "urlencode", "wordcount"),
-}
+_VISITING = _SORTING.union(
+    "batch items join list map reject rejectattr reverse select selectattr slice sum title urlencode wordcount".split()
+)
 # Filters and methods whose text may be longer than the given one, and by how much.
 _GROWING = {"escape": 5, "e": 5, "forceescape": 5} | dict.fromkeys(
     ("upper", "lower", "capitalize", "casefold", "swapcase", "title"), 3
@@ -490,12 +475,8 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             width = others[0] if others else keywords.get("width", 4)
             limits.use(value.count("\n") * (len(width) if isinstance(width, str) else int(width)))
         elif name == "replace":
-            old, new = (
-                (*others, keywords.get("old"), keywords.get("new"))[:2]
-                if len(others) != 1
-                else (others[0], keywords.get("new"))
-            )
-            limits.check_replace(str(value), old, new)
+            old = others[0] if others else keywords.get("old")
+            limits.check_replace(str(value), old, others[1] if len(others) > 1 else keywords.get("new"))
         elif name == "join":
             values = list(value)
             separator = others[0] if others else keywords.get("d", "")

@@ -26,9 +26,8 @@ from llamapipe.structured.schema import schema_text
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_LIMITS = frozenset(
-    {"minItems", "maxItems", "minProperties", "maxProperties"}
-)  # of lists and dicts of classes
+# Of lists and dicts of classes.
+_LIMITS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
 # "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's. Numpy's may have two names.
 _ENTRY = re.compile(
     r"^\s*(?P<field>[:@](?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]+\s+)?)?"
@@ -212,9 +211,8 @@ class _Writer:
             required = [n for n, f in fields.items() if f.default is missing and f.default_factory is missing]
             hints = {name: hints[name] for name in fields}
         else:
-            listed = getattr(
-                kind, "__required_keys__", hints
-            )  # ignores Required in annotations that are strings
+            # It ignores Required in annotations that are strings.
+            listed = getattr(kind, "__required_keys__", hints)
             marks = {name: getattr(typing.get_origin(hint), "_name", None) for name, hint in hints.items()}
             required = [
                 n for n in hints if marks[n] == "Required" or (n in listed and marks[n] != "NotRequired")
@@ -333,14 +331,11 @@ class Tool:
             raise InvalidRequestError(
                 f"a tool must not be called {quoted(self.name)}: tool_choice uses that word"
             )
-        if not isinstance(self.description, str):
-            raise TypeError(
-                f"tool {quoted(self.name)}: description must be a str, not {type(self.description).__name__}"
-            )
-        if not isinstance(self.strict, bool):
-            raise TypeError(
-                f"tool {quoted(self.name)}: strict must be a bool, not {type(self.strict).__name__}"
-            )
+        for member, value, kind in (("description", self.description, str), ("strict", self.strict, bool)):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"tool {quoted(self.name)}: {member} must be a {kind.__name__}, not {type(value).__name__}"
+                )
         object.__setattr__(self, "parameters", _parameters(self.name, self.parameters))
 
     def as_openai(self) -> dict[str, Any]:
@@ -395,9 +390,8 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     if tool_choice is None:
         return "auto"
     if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if tool_choice.get("type") != "function" or not isinstance(name, str):
+        name = _named_function(tool_choice)
+        if name is None:
             raise InvalidRequestError(
                 'tool_choice must be "auto", "none", "required", a tool\'s name, or {"type": "function", "function": '
                 f'{{"name": …}}}}, not {quoted(dict(tool_choice))}'
@@ -418,6 +412,13 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     return name
 
 
+def _named_function(choice: Any) -> str | None:
+    """Return the name in OpenAI's ``{"type": "function", "function": {"name": …}}``; None for anything else."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) and choice.get("type") == "function" else None
+
+
 def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
     """Return the choice, and the tools that may be called.
 
@@ -436,13 +437,11 @@ def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple
             'tool_choice must have the form {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
             f'"tools": [{{"type": "function", "function": {{"name": …}}}}]}}}}, not {quoted(dict(tool_choice))}'
         )
-    by_name = {tool.name: tool for tool in tools}
+    known = {tool.name for tool in tools}
     names = set()
     for entry in listed:
-        function = entry.get("function") if isinstance(entry, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        known = isinstance(name, str) and name in by_name and entry.get("type") == "function"
-        names.add(name if known else check_tool_choice(entry, tools))
+        name = _named_function(entry)
+        names.add(name if name in known else check_tool_choice(entry, tools))
     return mode, tuple(tool for tool in tools if tool.name in names)
 
 
@@ -453,10 +452,10 @@ def _tool(i: int, definition: ToolDefinition) -> Tool:
         if isinstance(definition, Mapping):
             return _from_dict(definition)
         if callable(definition):
-            schema = getattr(definition, "model_json_schema", None)
-            if schema is not None:  # a pydantic model: its fields are the arguments
-                return Tool(named(definition), described(definition), schema())
-            return Tool(named(definition), described(definition), parameters_schema(definition))
+            # The fields of a pydantic model are the arguments.
+            model_schema = getattr(definition, "model_json_schema", None)
+            schema = parameters_schema(definition) if model_schema is None else model_schema()
+            return Tool(named(definition), described(definition), schema)
     except InvalidRequestError as e:
         raise InvalidRequestError(f"tools[{i}]: {e}") from None
     except TypeError as e:

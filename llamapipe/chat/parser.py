@@ -144,13 +144,9 @@ class CallReader:
             yield from buffer.expect(form.call_start)
 
     def _call(self, buffer: TextBuffer) -> Reading[None]:
-        style = self._form.style
-        if style is Style.JSON:
-            yield from self._object(buffer)
-        elif style is Style.NAMED:
-            yield from self._named(buffer)
-        else:
-            yield from self._one_by_one(buffer, style)
+        if self._form.style is Style.JSON:
+            return self._object(buffer)
+        return self._named(buffer) if self._form.style is Style.NAMED else self._one_by_one(buffer)
 
     def _end(self, buffer: TextBuffer, following: str, is_whole: bool) -> Reading[None]:
         """Read the end marker of a call. After JSON, it is optional at the end of the text and before another call.
@@ -201,7 +197,8 @@ class CallReader:
                     yield from buffer.json_value(self._output.more)
                     call.arguments, call.is_shown = "", True
                 else:
-                    call.arguments = yield from _held_object(buffer)
+                    held = _unquoted((yield from buffer.json_value()))
+                    call.arguments = json.dumps(held, ensure_ascii=False)
             elif role == "function" and not is_inner and (yield from buffer.ahead("{")):
                 yield from self._members(buffer, call, is_inner=True)
             else:
@@ -261,12 +258,12 @@ class CallReader:
         yield from buffer.json_value(self._output.more)
 
     # ---- … each argument separately
-    def _one_by_one(self, buffer: TextBuffer, style: Style) -> Reading[None]:
+    def _one_by_one(self, buffer: TextBuffer) -> Reading[None]:
         name, id_ = yield from self._head(buffer)
-        arguments = self._arguments(name)
-        read = self._with_brackets if style in (Style.PYTHON, Style.QUOTED) else self._with_tags
-        if style in (Style.PYTHON, Style.QUOTED):
-            yield from buffer.one_of(("(" if style is Style.PYTHON else "{",))
+        arguments, read = self._arguments(name), self._with_tags
+        if (bracket := {Style.PYTHON: "(", Style.QUOTED: "{"}.get(self._form.style)) is not None:
+            read = self._with_brackets
+            yield from buffer.one_of((bracket,))
         self._output.begin(name, id_)
         keys: list[str] = []
         yield from read(buffer, arguments, keys)
@@ -483,17 +480,15 @@ def _string(buffer: TextBuffer) -> Reading[str]:
     return value
 
 
-def _held_object(buffer: TextBuffer) -> Reading[str]:
-    """Read a JSON object, or a string that contains its text."""
-    value = yield from buffer.json_value()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise Malformed from None
+def _unquoted(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or the one whose text a string contains. Raises Malformed."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise Malformed from None
     if not isinstance(value, dict):
         raise Malformed
-    return json.dumps(value, ensure_ascii=False)
+    return value
 
 
 _FENCE = "```"
@@ -594,12 +589,7 @@ def _arguments(buffer: TextBuffer) -> Reading[str]:
     """Read the text of a JSON object, or of a string that contains one."""
     if (yield from buffer.ahead('"')):
         text: str = yield from buffer.json_value()
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise Malformed from None
-        if not isinstance(value, dict):
-            raise Malformed
+        _unquoted(text)
         return text
     if not (yield from buffer.ahead("{")):
         raise Malformed

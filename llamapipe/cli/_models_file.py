@@ -20,8 +20,9 @@ from typing import Any
 import llamapipe as lp
 from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted, readable
+from llamapipe._sampling_table import Kind
 from llamapipe.arguments import path_of
-from llamapipe.cli.options import ENGINE, MODEL, Option, draft_source, model_path
+from llamapipe.cli.options import ENGINE, MODEL, draft_source, model_path, reader_of
 from llamapipe.cli.parser import UsageError
 from llamapipe.fleet.catalog import FileFacts, ModelEntry, hub_entries
 from llamapipe.fleet.model_memory import need_of
@@ -39,7 +40,7 @@ else:
 
 _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
-_OF_MODEL: dict[str, Option] = {option.name: option for option in (*ENGINE, *MODEL)}
+_OF_MODEL = {option.name: option for option in (*ENGINE, *MODEL)}
 _FILES = ("draft", "mmproj")
 _PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
@@ -192,11 +193,11 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
         if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
             raise UsageError(f'{where} must be a list of texts, such as ["{option.metavar}"]')
         return value
-    if option is None or option.read is str:
+    if option is None or reader_of(option) is str:
         if not isinstance(value, str):
             raise UsageError(f"{where} must be text")
         return value
-    if option.read is bool:
+    if option.kind is Kind.FLAG:
         if not isinstance(value, bool):
             raise UsageError(f"{where} must be true or false")
         return value
@@ -206,7 +207,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     if not value >= least:  # before the list replaces a good one; its load finds the other limits
         raise UsageError(f"{where} is {value}; it must be {least} or more")
     try:
-        return option.read(str(value))
+        return reader_of(option)(str(value))
     except (ValueError, argparse.ArgumentTypeError) as e:
         raise UsageError(f"{where} is {quoted(str(value))}: {e}") from None
 

@@ -11,14 +11,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import llamapipe as lp
 from llamapipe import _options
-from llamapipe._options import MTP_CHOICES
-from llamapipe._options import Option as Row
+from llamapipe._options import MTP_CHOICES, Option
 from llamapipe._sampling_table import BY_NAME, OPTIONS, Kind, SamplingOption
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
@@ -26,38 +26,6 @@ from llamapipe.cli.parser import UsageError
 from llamapipe.engine import with_tuning
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import model_of, short_names
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option: the argument it sets, the function that parses its text, and its help."""
-
-    name: str
-    read: Callable[[str], Any]
-    metavar: str
-    help: str
-    repeats: bool = False
-    aliases: tuple[str, ...] = ()  # llama.cpp's names for the same option
-    is_off: bool = False  # the option, which begins with --no-, makes the argument False
-    named: str = ""  # the option as written on the command line, where that is not the argument's name
-    choices: tuple[str, ...] = ()
-    none: str = ""  # what None, the default, means
-
-    @property
-    def flag(self) -> str:
-        """The option as written on the command line."""
-        return self.named or f"--{self.name.replace('_', '-')}"
-
-    def shown_default(self, default: Any) -> str:
-        """Return the help's note about the default."""
-        if self.read is bool or self.repeats or (default is None and not self.none):
-            return ""
-        text = self.none if default is None else default
-        if self.read is byte_count:
-            text = f"{default // 2**20}MiB"
-        elif isinstance(default, float):
-            text = f"{default:g}"
-        return f" (default: {text})"
 
 
 def _number_or_none(text: str) -> int | None:
@@ -226,9 +194,10 @@ def _reciprocal(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0") from None
 
 
-# How the text of an option is read, by its kind; and of the options of other kinds, or with further values.
+# How the text of an option is read, by its kind, or by its name.
 _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.INT: int,
+    Kind.SIZE: byte_count,
     Kind.FLOAT: float,
     Kind.FLAG: bool,
     Kind.TEXT: str,
@@ -244,29 +213,6 @@ _READ_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "seed": number_or_automatic,
     "regex": str,
     "choice": str,
-}
-_REPEATED = (Kind.TEXTS, Kind.TEXT_LIST, Kind.TOKENS, Kind.BIASES)
-_SEVERAL_TEXTS = ("n", "logprobs")
-
-
-def _from_table(option: SamplingOption) -> Option:
-    """Make a command's option from an option of ``SamplingParams``."""
-    read = _READ_OTHERWISE.get(option.name, _READ[option.kind])
-    repeats = option.kind in _REPEATED or option.name == "choice"
-    note = " (repeatable)" if repeats else "; @FILE reads a file" if read is text_or_file else ""
-    return Option(option.name, read, option.metavar or "", option.help + note, repeats, option.flags)
-
-
-SAMPLING = [
-    _from_table(option)
-    for option in OPTIONS
-    if option.metavar is not None and option.name not in _SEVERAL_TEXTS
-]
-# For commands that can show several texts and log-probabilities.
-TEXTS = [_from_table(BY_NAME[name]) for name in _SEVERAL_TEXTS]
-# How the text of an option of an engine, a model or a server is read, by its kind, or by its name.
-_READ_ROW: dict[Kind, Callable[[str], Any]] = {**_READ, Kind.SIZE: byte_count}
-_READ_ROW_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "n_seq_max": number_or_automatic,
     "n_threads": number_or_automatic,
     "n_threads_batch": number_or_automatic,
@@ -276,32 +222,53 @@ _READ_ROW_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "tensor_placement": _placement,
     "kv_overrides": _kv_override,
 }
+_REPEATED = (Kind.TEXTS, Kind.TEXT_LIST, Kind.TOKENS, Kind.BIASES)
+_SEVERAL_TEXTS = ("n", "logprobs")
+
+
+def reader_of(option: Option) -> Callable[[str], Any]:
+    """Return the function that reads an option's text."""
+    return _READ_OTHERWISE.get(option.name, _READ[option.kind])
+
+
+def _from_table(option: SamplingOption) -> Option:
+    """Make a command's option from an option of ``SamplingParams``."""
+    row = Option(option.kind, option.name, metavar=option.metavar, aliases=option.flags)
+    repeats = option.kind in _REPEATED or option.name == "choice"
+    note = " (repeatable)" if repeats else "; @FILE reads a file" if reader_of(row) is text_or_file else ""
+    return replace(row, help=option.help + note, repeats=repeats)
+
+
+SAMPLING = [
+    _from_table(option)
+    for option in OPTIONS
+    if option.metavar is not None and option.name not in _SEVERAL_TEXTS
+]
+# For commands that can show several texts and log-probabilities.
+TEXTS = [_from_table(BY_NAME[name]) for name in _SEVERAL_TEXTS]
 _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
-def from_rows(*rows: Row) -> list[Option]:
-    """Make a command's options from the options of an engine, a model or a server."""
-    return [
-        Option(
-            row.name,
-            _READ_ROW_OTHERWISE.get(row.name, _READ_ROW[row.kind]),
-            row.metavar,
-            row.help,
-            row.repeats,
-            row.aliases,
-            row.is_off,
-            row.flag,
-            row.choices if not row.metavar else (),
-            row.none,
-        )
-        for row in rows
-        if row.metavar is not None
-    ]
+def for_commands(*options: Option) -> list[Option]:
+    """Return the options that commands have."""
+    return [option for option in options if option.metavar is not None]
 
 
-ENGINE = from_rows(*_options.ENGINE, *_options.TUNING)
-MODEL = from_rows(*_options.MODEL)
-EMBEDDER = from_rows(*_options.EMBEDDER)
+ENGINE = for_commands(*_options.ENGINE, *_options.TUNING)
+MODEL = for_commands(*_options.MODEL)
+EMBEDDER = for_commands(*_options.EMBEDDER)
+
+
+def _shown_default(option: Option, default: Any) -> str:
+    """Return the help's note about the default."""
+    if option.repeats or (default is None and not option.none):
+        return ""
+    text = option.none if default is None else default
+    if reader_of(option) is byte_count:
+        text = f"{default // 2**20}MiB"
+    elif isinstance(default, float):
+        text = f"{default:g}"
+    return f" (default: {text})"
 
 
 def add_options(
@@ -314,28 +281,17 @@ def add_options(
 def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults: Mapping[str, Any]) -> None:
     """Add `options` to a group of the help."""
     for option in options:
-        shown = option.shown_default(defaults.get(option.name))
         # An option that was not given leaves no attribute, so that the library's own default holds.
-        if option.read is bool:
-            group.add_argument(
-                *option.aliases,
-                option.flag,
-                dest=option.name,
-                action="store_false" if option.is_off else "store_true",
-                default=argparse.SUPPRESS,
-                help=option.help,
-            )
+        add = partial(group.add_argument, *option.flags, dest=option.name, default=argparse.SUPPRESS)
+        if option.kind is Kind.FLAG:
+            add(action="store_false" if option.is_off else "store_true", help=option.help)
             continue
-        group.add_argument(
-            *option.aliases,
-            option.flag,
-            dest=option.name,
-            type=option.read,
+        add(
+            type=reader_of(option),
             metavar=option.metavar or None,
-            choices=option.choices or None,
+            choices=None if option.metavar else option.choices or None,
             action="append" if option.repeats else "store",
-            default=argparse.SUPPRESS,
-            help=option.help + shown,
+            help=option.help + _shown_default(option, defaults.get(option.name)),
         )
 
 
@@ -376,7 +332,7 @@ def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
     for option in options:
         if hasattr(args, option.name):
             value = getattr(args, option.name)
-            if value is None and option.read is number_or_automatic:
+            if value is None and reader_of(option) is number_or_automatic:
                 continue  # the library's default
             values[option.name] = tuple(value) if option.repeats else value
     for name in _MAPPINGS:

@@ -20,22 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import llamapipe as lp
 from llamapipe._messages import nearest
-from llamapipe._options import ACCESS, BY_NAME, LIMITS, SERVER
-from llamapipe._options import Option as Row
+from llamapipe._options import ACCESS, BY_NAME, LIMITS, SERVER, Option
 from llamapipe.arguments import path_of
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
     MODEL_HELP,
     SAMPLING,
-    Option,
     add_adapters,
     add_engine_options,
     add_options,
     add_to_group,
     byte_count,
     defaults_of,
-    from_rows,
+    for_commands,
     given,
     load_adapters,
     model_path,
@@ -200,11 +198,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     _add_settings(group, LIMITS)
 
 
-def _add_settings(group: argparse._ArgumentGroup, rows: Sequence[Row]) -> None:
+def _add_settings(group: argparse._ArgumentGroup, rows: Sequence[Option]) -> None:
     """Add the options of ``ServerSettings``, with its defaults in their help."""
     from llamapipe.server.settings import ServerSettings
 
-    add_to_group(group, from_rows(*rows), defaults_of(ServerSettings))
+    add_to_group(group, for_commands(*rows), defaults_of(ServerSettings))
 
 
 def _add_kv_events(parser: argparse.ArgumentParser) -> None:
@@ -627,7 +625,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
     if sampling := given(args, sampling_defaults()):
         values["sampling"] = sampling
-    values |= given(args, from_rows(*SERVER, *ACCESS, *LIMITS))
+    values |= given(args, for_commands(*SERVER, *ACCESS, *LIMITS))
     if args.worker is not None:
         values.pop("mcp", None)  # the servers are those of the process that started this one
     if "system" in values:  # also that of a models' file, which no parser has read

@@ -21,7 +21,7 @@ from llamapipe.cli.options import (
     MODEL_HELP,
     add_options,
     defaults_of,
-    from_rows,
+    for_commands,
     given,
     model_path,
     open_engine,
@@ -41,7 +41,7 @@ examples:
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
-_DEPTH = from_rows(replace(BY_NAME["pipeline_depth"], metavar="N"))
+_DEPTH = for_commands(replace(BY_NAME["pipeline_depth"], metavar="N"))
 _DRAWN = 6  # steps in the picture
 
 

@@ -90,7 +90,7 @@ class TestUsage:
     def test_help_of_generate_names_every_option_with_its_default(self, tmp_path: Path) -> None:
         text = ok("generate", "--help", cwd=tmp_path, variables={"COLUMNS": "200"})
         for option in [*SAMPLING, *ENGINE, *MODEL]:
-            assert re.search(rf"^  .*{option.flag}( |$)", text, re.MULTILINE), option.flag
+            assert re.search(rf"^  .*{option.flags[-1]}( |$)", text, re.MULTILINE), option.name
             assert all(f" {alias} " in text for alias in option.aliases)
         assert re.search(
             rf"--temperature T\s+.*\(default: {lp.SamplingParams().temperature}\)$", text, re.MULTILINE

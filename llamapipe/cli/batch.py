@@ -15,20 +15,17 @@ from llamapipe.arguments import path_of
 from llamapipe.cli._follow import follow
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
-    ENGINE,
-    MODEL,
-    MODEL_HELP,
     SAMPLING,
     TEXTS,
     add_engine_options,
+    add_model,
     add_options,
     defaults_of,
     given,
     model_path,
-    open_engine,
-    open_model,
+    opened_engine,
 )
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.cli.ps import add_server_arguments
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
@@ -74,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "running server's batch",
     )
     add_server_arguments(parser)
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "--template", metavar="TEXT", help="make the prompt from columns: 'Translate: {text}'"
     )
@@ -124,14 +121,12 @@ def run(args: argparse.Namespace) -> int:
         return follow(args)
     if missing := [name for name, path in (("IN", args.input), ("-o OUT", args.output)) if path is None]:
         raise UsageError(f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing")
-    try:
+    with usage_errors():
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)
         lines = lines_of(args.output)
         columns = [] if args.template is None else check_template(args.template)
         check_columns(args.input, [*columns, *args.keep])
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
     if args.retry_failed and lines != args.output:
         raise UsageError("--retry-failed needs an OUT that ends with .jsonl")
     if args.input == STDIN and sys.stdin is None:
@@ -146,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with (
         open_output(args.output, overwrite=args.overwrite) as results,
-        open_model(args.model, given(args, MODEL)) as model,
-        open_engine(model, given(args, ENGINE)) as engine,
+        opened_engine(args) as engine,
         _opened(args.embeddings) as embedder,
     ):
         try:

@@ -17,17 +17,8 @@ import llamapipe as lp
 from llamapipe.arguments import path_of
 from llamapipe.cli import _guesses
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.options import (
-    ENGINE,
-    MODEL,
-    MODEL_HELP,
-    add_engine_options,
-    given,
-    model_path,
-    open_engine,
-    open_model,
-)
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.options import add_engine_options, add_model, opened_engine
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import OtherWork, free_cores
 from llamapipe.jobs.records import read_records
@@ -43,7 +34,7 @@ BUSY_CORES = 0.5  # that other work uses
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "--requests",
         type=_numbers,
@@ -78,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         Terminal(sys.stderr).line(f"llamapipe: {note}")
     if args.prompts is not None:
         return _guesses_of(args, terminal)
-    options = {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most, **given(args, ENGINE)}
-    with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
+    with opened_engine(args, {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most}) as engine:
+        model = engine.model
         if not args.json:
             terminal.line(
                 f"{model.path.name}: prompts of {args.prompt_tokens} tokens, {args.max_tokens} generated"
@@ -101,14 +92,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
     """Answer a file of prompts without guesses and with them."""
-    try:
+    with usage_errors():
         records = list(read_records(args.prompts))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if not records:
         raise UsageError(f"{args.prompts} has no records")
-    options = {"n_seq_max": max(args.requests), **given(args, ENGINE)}
-    with open_model(args.model, given(args, MODEL)) as model, open_engine(model, options) as engine:
+    with opened_engine(args, {"n_seq_max": max(args.requests)}) as engine:
         measured = []
         for n in args.requests:
             folder = args.prompts.parent
@@ -117,7 +105,7 @@ def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
                 terminal.line(_guesses.as_json(measured[-1]))
         if not args.json:
             terminal.line(
-                f"{model.path.name}: {len(records):,} records, at most {args.max_tokens} tokens each"
+                f"{engine.model.path.name}: {len(records):,} records, at most {args.max_tokens} tokens each"
             )
             _guesses.show(terminal, measured, engine.stats().no_guesses)
     return 0

@@ -24,19 +24,18 @@ from llamapipe.cli._terminal import Terminal, WordWrap
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
-    MODEL_HELP,
     SAMPLING,
+    add_chat_template,
     add_engine_options,
+    add_model,
     add_options,
     defaults_of,
     given,
-    model_path,
     open_engine,
     open_model,
-    template_file,
     template_problem,
 )
-from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, utf8
+from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, usage_errors, utf8
 
 USAGE = "llamapipe chat [options] [MESSAGE]"
 DESCRIPTION = """\
@@ -58,7 +57,7 @@ answer; Ctrl-D quits."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     add_chat_arguments(parser)
 
 
@@ -71,12 +70,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load", type=path_of, metavar="FILE", help="continue a conversation saved with /save"
     )
-    parser.add_argument(
-        "--chat-template",
-        type=template_file,
-        metavar="FILE",
-        help="a Jinja file, instead of the model's template",
-    )
+    add_chat_template(parser)
     parser.add_argument(
         "--no-thinking", action="store_true", help="turn off reasoning, if the template supports it"
     )
@@ -88,10 +82,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     options = given(args, SAMPLING)
     options.setdefault("max_tokens", None)
-    try:
+    with usage_errors():
         params = lp.SamplingParams(**options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     conversation = _begun(args)
     message = args.message
     if message is not None:
@@ -102,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("there is no standard input to read messages from; pass one as an argument")
     engine_options = {"n_seq_max": 1, **given(args, ENGINE)}
     with open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model:
-        _check_template(model, args.chat_template)
+        if (problem := template_problem(model, args.chat_template)) is not None:
+            raise lp.errors.InvalidRequestError(
+                f"{problem}; give one with --chat-template FILE, or use llamapipe generate"
+            )
         with open_engine(model, engine_options) as engine:
             session = Session(engine, params, conversation, args.no_thinking)
             if message is not None:
@@ -121,23 +116,9 @@ def _begun(args: argparse.Namespace) -> Conversation:
     if args.load is not None:
         if args.system is not None:
             raise UsageError("--load and --system do not go together: the file has its own system message")
-        try:
+        with usage_errors("--load: "):
             conversation.load(args.load)
-        except ValueError as error:
-            raise UsageError(f"--load: {error}") from error
     return conversation
-
-
-def _check_template(model: lp.Model, file: str | None) -> None:
-    """Check the template. Raises UsageError for a given one, InvalidRequestError for the model's own."""
-    problem = template_problem(model)
-    if problem is None:
-        return
-    if file is not None:
-        raise UsageError(f"--chat-template: {problem}")
-    raise lp.errors.InvalidRequestError(
-        f"{problem}; give one with --chat-template FILE, or use llamapipe generate"
-    )
 
 
 # ---- the conversation

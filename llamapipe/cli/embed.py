@@ -13,14 +13,14 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     EMBEDDER,
     MODEL,
-    MODEL_HELP,
+    add_files,
+    add_model,
     add_options,
     defaults_of,
     given,
-    model_path,
     open_model,
 )
-from llamapipe.cli.parser import UsageError, read_texts
+from llamapipe.cli.parser import UsageError, read_texts, usage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,16 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "texts", nargs="*", metavar="TEXT", help="a text; - (or none, in a pipe) reads it from stdin"
     )
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
-    parser.add_argument(
-        "-f",
-        "--file",
-        type=path_of,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="read a text from a file",
-    )
+    add_model(parser)
+    add_files(parser, "read a text from a file")
     parser.add_argument("--lines", action="store_true", help="take each line of a file or of stdin as a text")
     parser.add_argument(
         "-o", "--output", type=path_of, metavar="FILE.npy", help="save float32 (texts, width) for numpy.load"
@@ -93,12 +85,8 @@ def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
     options = given(args, EMBEDDER)
     if options.get("n_ctx") == 0:
         options["n_ctx"] = model.n_ctx_train
-    try:
+    with usage_errors():
         return lp.Embedder(model, **options)
-    except lp.errors.LlamapipeError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _short(terminal: Terminal, text: str) -> str:

@@ -20,20 +20,20 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
-    MODEL_HELP,
     SAMPLING,
     TEXTS,
     add_adapters,
     add_engine_options,
+    add_files,
+    add_model,
     add_options,
     defaults_of,
     given,
     load_adapters,
-    model_path,
     open_engine,
     open_model,
 )
-from llamapipe.cli.parser import UsageError, read_texts
+from llamapipe.cli.parser import UsageError, read_texts, usage_errors
 from llamapipe.jobs.answers import logprob_records
 from llamapipe.types import ChatChoice
 
@@ -60,17 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPT",
         help="text to continue; - (or none, in a pipe) reads it from stdin",
     )
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     add_adapters(parser, "all are applied")
-    parser.add_argument(
-        "-f",
-        "--file",
-        type=path_of,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="read a prompt from a file",
-    )
+    add_files(parser, "read a prompt from a file")
     parser.add_argument(
         "--image",
         type=path_of,
@@ -96,10 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     prompts = read_texts(args.prompts, args.file, args.lines)
-    try:
+    with usage_errors():
         params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
     if params.logprobs is not None and not args.json:
         raise UsageError("--logprobs needs --json")
     start = time.perf_counter()

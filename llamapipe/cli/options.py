@@ -10,7 +10,8 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from llamapipe._options import MTP_CHOICES, Option
 from llamapipe._sampling_table import BY_NAME, OPTIONS, Kind, SamplingOption
 from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.engine import with_tuning
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import model_of, short_names
@@ -369,14 +370,31 @@ def open_model(
     try:
         file = lp.demo_model_path() if path is None else path
         shows = progress if show_progress and terminal.redraws else None
-        return lp.Model(file, **options, progress=report or shows)
-    except lp.errors.LlamapipeError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
+        with usage_errors():
+            return lp.Model(file, **options, progress=report or shows)
     finally:
         if shown:
             terminal.write("\r\x1b[2K")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model``."""
+    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+
+
+def add_files(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--file``, which may be repeated."""
+    parser.add_argument("-f", "--file", type=path_of, action="append", default=[], metavar="FILE", help=text)
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add ``--chat-template``."""
+    parser.add_argument(
+        "--chat-template",
+        type=template_file,
+        metavar="FILE",
+        help="a Jinja file, instead of the model's template",
+    )
 
 
 def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
@@ -401,37 +419,42 @@ def _named_file(text: str) -> tuple[str, Path | str]:
 
 def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter | lp.ControlVector]:
     """Load the files of ``--lora`` and ``--control-vector``. Raises UsageError for a bad name, ModelLoadError."""
-    option = "--lora"
-    try:
-        loaded: list[lp.Adapter | lp.ControlVector] = [
-            model.load_adapter(file, name) for name, file in args.lora
-        ]
-        option = "--control-vector"
-        return loaded + [model.load_control_vector(file, name=name) for name, file in args.control_vector]
-    except lp.errors.LlamapipeError:
-        raise
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
+    with usage_errors("--lora: "):
+        loras = [model.load_adapter(file, name) for name, file in args.lora]
+    with usage_errors("--control-vector: "):
+        return [*loras, *(model.load_control_vector(file, name=name) for name, file in args.control_vector)]
 
 
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
     """Make an engine. An ``n_ctx`` of 0 means the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
-    try:
+    with usage_errors():
         return lp.Engine(model, **with_tuning(options))
-    except lp.errors.LlamapipeError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
 
 
-def template_problem(model: lp.Model) -> str | None:
-    """Return why the model cannot chat (it has no template, or a broken one); None if it can."""
-    if not model.chat_template:
-        return f"{model.path.name} has no chat template"
-    try:
-        model.render_chat([{"role": "user", "content": "Hello"}])
-    except lp.errors.InvalidRequestError as error:
-        return str(error)
-    return None
+@contextmanager
+def opened_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
+    """Open the model and the engine of a command. ``defaults``: the engine's options that were not given."""
+    with (
+        open_model(args.model, given(args, MODEL)) as model,
+        open_engine(model, {**defaults, **given(args, ENGINE)}) as engine,
+    ):
+        yield engine
+
+
+def template_problem(model: lp.Model, file: str | None = None) -> str | None:
+    """Return why the model cannot chat (it has no template, or a broken one); None if it can.
+
+    ``file``: the value of ``--chat-template``. Raises UsageError if it is given and broken.
+    """
+    problem = f"{model.path.name} has no chat template"
+    if model.chat_template:
+        try:
+            model.render_chat([{"role": "user", "content": "Hello"}])
+            return None
+        except lp.errors.InvalidRequestError as error:
+            problem = str(error)
+    if file is not None:
+        raise UsageError(f"--chat-template: {problem}")
+    return problem

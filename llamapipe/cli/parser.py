@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,17 @@ _GIVEN_ONCE = ("model", "embeddings", "chat_template")
 
 class UsageError(Exception):
     """The command line is invalid. The exit status is 2."""
+
+
+@contextmanager
+def usage_errors(where: str = "") -> Iterator[None]:
+    """Make UsageError of TypeError and ValueError, but not of llamapipe's own errors. ``where``: precedes messages."""
+    try:
+        yield
+    except lp.errors.LlamapipeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}{error}") from error
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

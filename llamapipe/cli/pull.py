@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.hub import Reference, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
 
@@ -33,10 +33,8 @@ def reference_of(name: str) -> Reference:
     """Return the file of the hub that a name refers to. Raises UsageError."""
     if name.startswith(OLLAMA):
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
-    try:
+    with usage_errors():
         return parse(hub_name(name) or name)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> int:

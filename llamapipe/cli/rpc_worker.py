@@ -12,7 +12,7 @@ from typing import Any
 
 from llamapipe.arguments import check_int, path_of
 from llamapipe.cli.options import number_or_automatic
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.errors import BackendError
 from llamapipe.rpc import Address, check_host, look_up
 
@@ -74,10 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
     networks = [_network(text) for text in args.allow_network]
     address = _address(args, networks)
-    try:
+    with usage_errors():
         n_threads = usable_cores() if args.threads is None else check_int("--threads", args.threads, 1, 512)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if args.cache is not None:
         args.cache.mkdir(parents=True, exist_ok=True)
     devices, names = _devices(args.device)
@@ -120,10 +118,8 @@ def _network(text: str) -> ipaddress.IPv4Network:
 def _address(args: argparse.Namespace, networks: Sequence[ipaddress.IPv4Network]) -> Address:
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port is {args.port}; it must be from 0 to 65535")
-    try:
+    with usage_errors():
         check_host("--host", args.host.strip("[]"))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     address = Address(args.host, look_up(args.host), args.port)
     if address.is_loopback and networks:
         raise UsageError(

@@ -7,18 +7,8 @@ import json
 import sys
 
 import llamapipe as lp
-from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.options import (
-    ENGINE,
-    MODEL,
-    MODEL_HELP,
-    add_engine_options,
-    given,
-    model_path,
-    open_engine,
-    open_model,
-)
+from llamapipe.cli.options import add_engine_options, add_files, add_model, opened_engine
 from llamapipe.cli.parser import UsageError, read_file, read_stdin, stdin_is_terminal
 
 USAGE = "llamapipe score [options] PROMPT CONTINUATION ..."
@@ -34,16 +24,8 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="a prompt and its continuations")
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
-    parser.add_argument(
-        "-f",
-        "--file",
-        type=path_of,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="print the perplexity of this file's text; - is standard input (repeatable)",
-    )
+    add_model(parser)
+    add_files(parser, "print the perplexity of this file's text; - is standard input (repeatable)")
     parser.add_argument(
         "--window",
         type=int,
@@ -63,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.texts and len(args.texts) < 2:
         raise UsageError("the prompt has no continuation; give one or more after it")
     terminal = Terminal(sys.stdout)
-    with (
-        open_model(args.model, given(args, MODEL)) as model,
-        open_engine(model, given(args, ENGINE)) as engine,
-    ):
+    with opened_engine(args) as engine:
         if args.texts:
             prompt, *continuations = args.texts
             scores = zip(continuations, engine.score(prompt, continuations), strict=True)

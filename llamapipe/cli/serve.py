@@ -25,10 +25,11 @@ from llamapipe.arguments import path_of
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
-    MODEL_HELP,
     SAMPLING,
     add_adapters,
+    add_chat_template,
     add_engine_options,
+    add_model,
     add_options,
     add_to_group,
     byte_count,
@@ -39,11 +40,10 @@ from llamapipe.cli.options import (
     model_path,
     open_engine,
     open_model,
-    template_file,
     template_problem,
     text_or_file,
 )
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.cli.ps import KEY_VARIABLE
 from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares, set_group_nice, yielding
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     add_adapters(parser, "clients use its name as a model's")
     parser.add_argument(
         "--models",
@@ -122,12 +122,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embeddings", type=model_path, metavar="FILE", help="a GGUF file for /v1/embeddings and /v1/rerank"
     )
-    parser.add_argument(
-        "--chat-template",
-        type=template_file,
-        metavar="FILE",
-        help="a Jinja file, instead of the model's template",
-    )
+    add_chat_template(parser)
     parser.add_argument(
         "--tool-calls",
         choices=("lenient", "strict"),
@@ -371,7 +366,13 @@ def _served(
             embedder = stack.enter_context(lp.Embedder(model, n_ctx=served.options.get("n_ctx")))
             yield engine, embedder
             return
-        check_template(model, args.chat_template, warns=args.worker is None or args.worker.index == 0)
+        problem = template_problem(model, args.chat_template)
+        if problem is not None and (args.worker is None or args.worker.index == 0):
+            print(
+                f"llamapipe: {problem}: chat requests will be refused with status 400; give a template with "
+                "--chat-template FILE",
+                file=sys.stderr,
+            )
         _check_media(model, getattr(args, "mmproj", "auto") not in ("auto", "off"))
         load_adapters(model, args)
         engine = stack.enter_context(open_engine(model, engine_options))
@@ -387,10 +388,8 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     from llamapipe.fleet.placement import placements
     from llamapipe.fleet.supervisor import WorkerFailedError, supervise
 
-    try:
+    with usage_errors("--workers: "):
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
-    except ValueError as error:
-        raise UsageError(f"--workers: {error}") from error
     given_path = lp.demo_model_path() if args.model is None else args.model
     path, name = model_of(given_path) or (given_path, shown_name(given_path))
 
@@ -530,23 +529,18 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
                 folder = stack.enter_context(private_folder("evicted"))
         except (OSError, RuntimeError) as error:
             _log.warning("the cached prefixes of models that are ended are lost: %s", error)
-        placement = Placement(core_shares(1)[0])
-        try:
-            look_at = partial(look, common, has_gpus=gpu_budget is not None)
+        with usage_errors("--models: "):
             argv = stack.enter_context(_mcp_for_others(args, settings))
-            command, cache_dir = command_with(argv), common.get("cache_dir")
             pool = Pool(
                 entries,
-                command,
-                placement,
-                look_at,
+                command_with(argv),
+                Placement(core_shares(1)[0]),
+                partial(look, common, has_gpus=gpu_budget is not None),
                 Budget(budget, gpu_budget),
                 folder,
-                cache_dir,
+                common.get("cache_dir"),
                 settings.keep_requests,
             )
-        except ValueError as error:
-            raise UsageError(f"--models: {error}") from error
         sock = stack.enter_context(listening_socket(args.host, args.port))
         more = []
         if args.ollama not in (None, _SAME_PORT):
@@ -598,10 +592,8 @@ def _kv_events(args: argparse.Namespace, settings: ServerSettings) -> dict[str, 
         return {}
     if settings.model_names and args.kv_events_topic is None:
         fields["topic"] = f"kv@{gethostname()}@{settings.model_names[0]}"
-    try:
+    with usage_errors("--kv-events: "):
         return {"kv_events": lp.KvEvents(args.kv_events, **fields)}
-    except ValueError as error:
-        raise UsageError(f"--kv-events: {error}") from error
 
 
 # ---- from options to settings
@@ -723,21 +715,6 @@ def listening_socket(host: str, port: int, option: str = "--port") -> socket:
                 f"port {port} needs root privileges; choose a port of 1024 or higher with {option}"
             ) from error
         raise
-
-
-def check_template(model: lp.Model, file: str | None, warns: bool) -> None:
-    """Raise UsageError for a given template that is broken; warn of a model without a working template."""
-    problem = template_problem(model)
-    if problem is None:
-        return
-    if file is not None:
-        raise UsageError(f"--chat-template: {problem}")
-    if warns:
-        print(
-            f"llamapipe: {problem}: chat requests will be refused with status 400; give a template with "
-            "--chat-template FILE",
-            file=sys.stderr,
-        )
 
 
 def has_template(path: Path) -> bool:

@@ -18,12 +18,11 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
-    MODEL_HELP,
+    add_model,
     add_options,
     defaults_of,
     for_commands,
     given,
-    model_path,
     open_engine,
     open_model,
 )
@@ -47,7 +46,7 @@ _DRAWN = 6  # steps in the picture
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "-o",
         "--output",

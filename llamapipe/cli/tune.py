@@ -10,16 +10,7 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.bench import BUSY_CORES, Load, LoadRunner, Speed, busy_note
-from llamapipe.cli.options import (
-    MODEL,
-    MODEL_HELP,
-    add_options,
-    defaults_of,
-    given,
-    model_path,
-    open_engine,
-    open_model,
-)
+from llamapipe.cli.options import MODEL, add_model, add_options, defaults_of, given, open_engine, open_model
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 
@@ -35,7 +26,7 @@ _TRIES = 3  # of a measurement that other work disturbs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "-c",
         "--n-ctx",

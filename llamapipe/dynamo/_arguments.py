@@ -20,12 +20,11 @@ from llamapipe._messages import quoted
 from llamapipe.cli.options import (
     ENGINE,
     MODEL,
-    MODEL_HELP,
     add_adapters,
     add_engine_options,
+    add_model,
     given,
     load_adapters,
-    model_path,
     open_engine,
     open_model,
 )
@@ -64,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
-    command.add_argument("-m", "--model", type=model_path, metavar="FILE", help=MODEL_HELP)
+    add_model(command)
     command.add_argument(
         "--chat-template", metavar="FILE", help="Jinja file that replaces the model's template"
     )

@@ -110,7 +110,7 @@ class _Line:
     def show(self, text: str, news: str | None = None) -> None:
         """Show the state. If ``news`` has changed, it is written at once."""
         if self.terminal.redraws:
-            self.terminal.write(f"\r\x1b[2K{text}")
+            self.terminal.redraw(text)
         elif time.perf_counter() >= self._next_s or news != self._news:
             self._next_s = time.perf_counter() + _EVERY_S_IN_LOGS
             self.terminal.line(text)
@@ -118,6 +118,5 @@ class _Line:
 
     def end(self, text: str) -> None:
         """Show the last state."""
-        if self.terminal.redraws:
-            self.terminal.write("\r\x1b[2K")
+        self.terminal.redraw()
         self.terminal.line(text)

@@ -12,16 +12,19 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import llamapipe as lp
 from llamapipe._messages import listed, size_text
+from llamapipe.cli.options import template_problem
+from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes, type_name
+from llamapipe.gguf.draft_file import DRAFT_KINDS, not_supported, target_layers
+from llamapipe.gguf.mmproj import mmproj_beside
+from llamapipe.host.memory import free_memory
+from llamapipe.llama.kv_memory import draft_cell_bytes, memory_sizes
+from llamapipe.llama.model import packs_architecture
+from llamapipe.native.load import native
 
-if TYPE_CHECKING:
-    import llamapipe as lp
-    from llamapipe.gguf.check import GgufInfo
-
-
-_GIB = 2**30
 _CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _USUAL_CONTEXT, _USUAL_SLOTS, _MOST_SLOTS = 8192, 8, 64
 # Of the memory that is free: the engine's prefix cache takes a tenth, and compute buffers and the program need some.
@@ -40,12 +43,6 @@ class Finding:
 
 def look_at(path: Path) -> dict[str, Any]:
     """Return the facts about a file, for JSON. Raises ModelLoadError."""
-    import llamapipe as lp
-    from llamapipe.gguf.check import check_gguf
-    from llamapipe.gguf.draft_file import DRAFT_KINDS, target_layers
-    from llamapipe.llama.kv_memory import draft_cell_bytes, memory_sizes
-    from llamapipe.native.load import native
-
     info = check_gguf(path)
     if info.is_vocab_only:
         raise lp.errors.ModelLoadError(
@@ -89,8 +86,6 @@ def look_at(path: Path) -> dict[str, Any]:
 
 def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
     """Return the bytes of the weights of the last layers, which predict the token after the next."""
-    from llamapipe.gguf.check import tensor_bytes
-
     first = info.n_layer - n_layers
     matches = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
     return sum(tensor_bytes(tensor) for match, tensor in matches if match and int(match[1]) >= first)
@@ -98,10 +93,6 @@ def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
     """Return the bytes and the number of weight matrices by type, largest first, and whether they can be packed."""
-    from llamapipe.gguf.check import tensor_bytes, type_name
-    from llamapipe.llama.model import packs_architecture
-    from llamapipe.native.load import native
-
     lib = native().lib
     names = {tensor.name for tensor in info.tensors}
     by_kind: dict[str, dict[str, Any]] = {}
@@ -124,8 +115,6 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
 
 def _template(model: lp.Model) -> dict[str, Any]:
     """Return whether the model can chat, and what its template supports; None if not known."""
-    from llamapipe.cli.options import template_problem
-
     try:
         if (problem := template_problem(model)) is not None:
             return {"chat": False, "chat_problem": problem, "tools": None, "reasoning": None}
@@ -146,8 +135,6 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
     ``image_tokens``: the fewest and the most tokens of an image, each null without a limit; null if limits cannot be
     set.
     """
-    from llamapipe.gguf.mmproj import mmproj_beside
-
     beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
     projector = beside[0] if len(beside) == 1 else None
     limits = None if projector is None else projector.image_tokens
@@ -162,9 +149,6 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
 
 def _memory(facts: dict[str, Any]) -> dict[str, Any]:
     """Return free memory (on the host if there is no GPU), and how many slots fit beside the weights, by context."""
-    import llamapipe as lp
-    from llamapipe.host.memory import free_memory
-
     gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
     free = sum(device.memory_free for device in gpus) if gpus else free_memory()
     slots = []
@@ -207,8 +191,6 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
         "context", True, f"trained with {facts['n_ctx_train']:,} tokens; vocabulary of {facts['n_vocab']:,}"
     )
     yield _weights_finding(facts)
-    from llamapipe.gguf.draft_file import DRAFT_KINDS, not_supported
-
     if kind := DRAFT_KINDS.get(facts["architecture"]):
         reason = not_supported(facts["architecture"])
         yield Finding(

@@ -79,6 +79,11 @@ class Terminal:
         self._stream.write(text)
         self._stream.flush()
 
+    def redraw(self, text: str = "") -> None:
+        """Write over the current line, without an end, if the terminal can; else do nothing."""
+        if self.redraws:
+            self.write(f"\r\x1b[2K{text}")
+
     def line(self, text: str = "") -> None:
         """Write one line."""
         self.write(text + "\n")

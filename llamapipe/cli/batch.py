@@ -235,14 +235,13 @@ class _Shown:
             line += f", {_duration(left_s)} left"
         line += f", {progress.n_failed:,} failed" if progress.n_failed else ""
         if self._terminal.redraws:
-            self._terminal.write(f"\r\x1b[2K{line}")
+            self._terminal.redraw(line)
         else:
             self._terminal.line(line)
 
     def stopped(self, output: Path) -> None:
         """Say, after Ctrl-C, how to continue the job."""
-        if self._terminal.redraws:
-            self._terminal.write("\r\x1b[2K")
+        self._terminal.redraw()
         of = "" if self._n_records is None else f" of {self._n_records:,}"
         self._terminal.line(
             f"stopped after {self._n_done:,}{of} records; {output} keeps their results: "
@@ -251,8 +250,7 @@ class _Shown:
 
     def end(self, progress: BatchSummary) -> None:
         """Report the job's results."""
-        if self._terminal.redraws:
-            self._terminal.write("\r\x1b[2K")
+        self._terminal.redraw()
         seconds = max(time.perf_counter() - self._began_s, 1e-9)
         parts = [f"{progress.n_done:,} records in {_duration(seconds)}", f"{progress.n_tokens:,} tokens"]
         parts.append(f"{progress.n_tokens / seconds:,.0f} tokens/s")

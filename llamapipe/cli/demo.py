@@ -264,9 +264,8 @@ class _Demo:
 
     def _progress(self, done: int, total: int) -> None:
         """Show the progress of the measurement on a terminal; `total` 0 clears the line."""
-        if self._terminal.redraws:
-            bar = f"  measuring {self._terminal.symbol('█') * done}{self._terminal.symbol('░') * (total - done)}"
-            self._terminal.write(f"\r\x1b[2K{bar if total else ''}")
+        bar = f"  measuring {self._terminal.symbol('█') * done}{self._terminal.symbol('░') * (total - done)}"
+        self._terminal.redraw(bar if total else "")
 
 
 def _cells(measured: Measured) -> tuple[str, str, str, str]:

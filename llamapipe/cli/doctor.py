@@ -25,10 +25,12 @@ from llamapipe.cli._model_file import Finding, findings_of, look_at, suggestion
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.options import MODEL_HELP, model_path
 from llamapipe.errors import LlamapipeError
+from llamapipe.fleet.command import interpreter
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
+from llamapipe.llama.kv_memory import kv_bytes
 from llamapipe.native.backend_packages import installed
-from llamapipe.native.load import REBUILD, build_info, missing_cpu_features
+from llamapipe.native.load import REBUILD, backends_not_loaded, build_info, missing_cpu_features, native
 from llamapipe.ollama_models import model_of
 
 DESCRIPTION = (
@@ -158,7 +160,7 @@ def _cpu_features(build: dict[str, Any]) -> Finding:
 
 def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     """Name the installed backend packages, and say whether they are used."""
-    native = results.get("native module", {})
+    module = results.get("native module", {})
     devices = results.get("devices", {}).get("devices")
     for package in installed():
         name, about = package.name, f"{package.version}, llama.cpp {package.commit}, in {package.folder}"
@@ -167,7 +169,7 @@ def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iter
         elif problem := package.problem(build):
             detail, _, fix = problem.partition("; ")
             yield Finding(name, False, detail, fix)
-        elif reason := native.get("not_loaded", {}).get(package.backend):
+        elif reason := module.get("not_loaded", {}).get(package.backend):
             yield Finding(name, False, f"{about}; not loaded: {reason}", _DRIVERS[package.backend])
         elif devices is not None and not any(
             device["backend"].lower() == package.backend for device in devices
@@ -182,8 +184,6 @@ def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
 
     Returns the results by name, up to the first failure.
     """
-    from llamapipe.fleet.command import interpreter
-
     command = [*interpreter(), "-c", _PROBE, json.dumps(sys.path), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -274,10 +274,7 @@ def _show(terminal: Terminal, installation: list[Finding], model: list[Finding])
 # ---- in the child process
 def _probe_native() -> dict[str, Any]:
     """Load the native module and the backends."""
-    from llamapipe.native.load import backends_not_loaded
-    from llamapipe.native.load import native as load
-
-    module = load()
+    module = native()
     lib, texts = module.lib, {}
     for name, text in (("level", lib.lp_kernels_level()), ("problem", lib.lp_kernels_problem())):
         texts[name] = None if text == module.ffi.NULL else module.ffi.string(text).decode()
@@ -286,16 +283,11 @@ def _probe_native() -> dict[str, Any]:
 
 def _probe_devices() -> dict[str, Any]:
     """Ask the backends for their devices."""
-    import llamapipe as lp
-
     return {"devices": [asdict(device) for device in lp.devices()]}
 
 
 def _probe_demo_model() -> dict[str, Any]:
     """Load the bundled model and generate from it."""
-    import llamapipe as lp
-    from llamapipe.llama.kv_memory import kv_bytes
-
     start = time.perf_counter()
     with lp.Model.demo() as model, lp.Engine(model) as engine:
         loaded = time.perf_counter()

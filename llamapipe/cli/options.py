@@ -365,7 +365,7 @@ def open_model(
         line = f"loading {fraction:.0%}"
         if line != shown and time.perf_counter() - start > _QUICK_LOAD_S:
             shown = line
-            terminal.write(f"\r\x1b[2K{line}")
+            terminal.redraw(line)
 
     try:
         file = lp.demo_model_path() if path is None else path
@@ -374,7 +374,7 @@ def open_model(
             return lp.Model(file, **options, progress=report or shows)
     finally:
         if shown:
-            terminal.write("\r\x1b[2K")
+            terminal.redraw()
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -385,8 +385,9 @@ def _served(
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the workers. Only they load the model; this process loads nothing of llama.cpp."""
+    from llamapipe.fleet.command import command_with
     from llamapipe.fleet.placement import placements
-    from llamapipe.fleet.supervisor import WorkerFailedError, supervise
+    from llamapipe.fleet.supervisor import Supervisor, WorkerFailedError
 
     with usage_errors("--workers: "):
         where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
@@ -399,7 +400,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
 
     with listening_socket(args.host, args.port) as sock, _mcp_for_others(args, settings) as argv:
         try:
-            supervise(argv, sock, where, show, settings.keep_requests)
+            Supervisor(command_with(argv), sock, where, show, settings.keep_requests).run()
         except WorkerFailedError as error:
             if error.is_usage:
                 raise UsageError(str(error)) from error

@@ -18,19 +18,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from llamapipe.errors import LlamapipeError
-from llamapipe.fleet.command import ROOT, interpreter
+from llamapipe.fleet.command import command_calling
 from llamapipe.gguf.check import check_gguf
 from llamapipe.llama.model import Model
 from llamapipe.server.ollama import modelfile_of, modelfiles, shown_model
 
 _MOST_S = 300.0
 _START = "\x1e"  # of a line of ours: libraries may print, too
-_PROGRAM = """\
-import sys
-sys.path.insert(0, sys.argv[1])
-from llamapipe.fleet._describe import main
-main()
-"""
 
 
 class Asked(NamedTuple):
@@ -56,9 +50,10 @@ async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
 
 async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
-    command = [*interpreter(), "-c", _PROGRAM, str(ROOT)]
     try:
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        process = await asyncio.create_subprocess_exec(
+            *command_calling(main), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+        )
     except OSError:
         return []
     try:

@@ -53,22 +53,6 @@ class Proxy:
     def __repr__(self) -> str:
         return f"<Proxy {self.pool}>"
 
-    def forward(
-        self,
-        exchange: Exchange,
-        model: PooledModel,
-        kind: ModelKind,
-        is_stream: bool,
-        ttl_s: float | EllipsisType | None,
-    ) -> Forwarded:
-        """Return the answer of a model's process, which is started if necessary. ``ttl_s``: as in ``Pool.lease``.
-
-        Raises ApiError 400 for a model of another kind.
-        """
-        check_kind(model, kind)
-        exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
-        return Forwarded(self, exchange, model, kind, is_stream, ttl_s)
-
     async def ask(self, exchange: Exchange, model: PooledModel) -> tuple[int, bytes]:
         """Send a request without a body to a loaded model; return the status and body of the answer.
 
@@ -117,11 +101,13 @@ def check_kind(model: PooledModel, kind: ModelKind) -> None:
 
 
 class Forwarded(LateResponse):
-    """The answer of a model's process, passed on as it comes.
+    """The answer of a model's process, passed on as it comes. The process is started if necessary.
 
     If the process ends before any of its answer has come, such as when it was killed unnoticed, the request is sent
     once more to the next process. So a request that crashes processes ends at most two. A request with MCP tools is not
     sent again, because they may have been called.
+
+    ``ttl_s``: as in ``Pool.lease``. Raises ApiError 400 for a model of another kind.
     """
 
     def __init__(
@@ -133,7 +119,9 @@ class Forwarded(LateResponse):
         is_stream: bool,
         ttl_s: float | EllipsisType | None,
     ) -> None:
+        check_kind(model, kind)
         super().__init__()
+        exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
         self.raw_headers = []  # no length
         self._proxy = proxy
         self._exchange = exchange

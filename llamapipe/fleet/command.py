@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import llamapipe
 from llamapipe.errors import BackendError
 
 ROOT = Path(llamapipe.__file__).parent.parent  # imported from there, whatever the working directory holds
+
+_CALL = """\
+import sys
+from importlib import import_module
+root, module, function = sys.argv[1:]
+sys.path.insert(0, root)
+getattr(import_module(module), function)()
+"""
+
+
+def command_calling(function: Callable[[], None]) -> list[str]:
+    """Return the command that calls a function of a module in a process of this interpreter. Raises BackendError."""
+    return [*interpreter(), "-c", _CALL, str(ROOT), function.__module__, function.__name__]
 
 
 def command_with(arguments: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from llamapipe._messages import listed, quoted
 from llamapipe.fleet._hang_up import on_hang_up
 from llamapipe.fleet._ollama import OllamaModels
-from llamapipe.fleet._proxy import Proxy
+from llamapipe.fleet._proxy import Forwarded, Proxy
 from llamapipe.fleet._status import Watch, entry_of
 from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet.catalog import ModelEntry
@@ -59,8 +59,6 @@ from llamapipe.work.tenant import is_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
-
-    from llamapipe.server.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -158,7 +156,7 @@ class Front(Gate):
             raise ApiError(400, "model must be a string", "model")
         model = await self.model_of(name or None, endpoint.model)
         await self.pool.identify([model])
-        return self._proxy.forward(exchange, model, endpoint.model, is_stream, ttl_s)
+        return Forwarded(self._proxy, exchange, model, endpoint.model, is_stream, ttl_s)
 
     # ---- about the models
     async def reload(self) -> None:

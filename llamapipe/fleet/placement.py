@@ -9,16 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import llamapipe
-from llamapipe.fleet.command import ROOT, interpreter
+from llamapipe.fleet.command import command_calling
 from llamapipe.host.cores import CoreShare, core_shares, n_numa_nodes
 from llamapipe.native.load import has_gpu_backend
-
-_LIST_GPUS = """\
-import sys
-sys.path.insert(0, sys.argv[1])
-from llamapipe.fleet.placement import print_gpus
-print_gpus()
-"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ def _gpus() -> list[tuple[str, int]]:
     A child process finds them, because a supervisor loads no native code.
     """
     answer = subprocess.run(
-        [*interpreter(), "-c", _LIST_GPUS, str(ROOT)],
+        command_calling(print_gpus),
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,

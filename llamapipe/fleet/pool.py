@@ -278,12 +278,13 @@ class Pool:
             if not model.n_users:
                 self._measure(model)
                 self._expire_later(model)
-            self._signal()
+            self._changed.set()
 
     async def _ready(self, model: PooledModel) -> None:
         while model.state is not ModelState.LOADED:
             if model._loading is None:
-                self._check_failure(model)
+                if model.failure is not None and self._has_just_failed(model):
+                    raise _cannot_load(model, model.failure)
                 model._loading = self._tasks.start(self._load(model))
             loading = model._loading
             await asyncio.wait([loading])
@@ -292,11 +293,6 @@ class Pool:
             if (error := loading.exception()) is not None:
                 raise error.again() if isinstance(error, ApiError) else error
         model.n_running += 1
-
-    def _check_failure(self, model: PooledModel) -> None:
-        if self._has_just_failed(model):
-            assert model.failure is not None
-            raise _cannot_load(model, model.failure)
 
     def _has_just_failed(self, model: PooledModel) -> bool:
         return model.failure is not None and monotonic() - model.failed_at < _RETRY_S
@@ -376,7 +372,7 @@ class Pool:
                 self._set(model, ModelState.UNLOADED)
                 if model.process is None:  # else `_bury` does it, when the memory is free
                     model.memory = Memory()
-            self._signal()
+            self._changed.set()
 
     def _measure(self, model: PooledModel) -> None:
         """Count the memory that the process has taken, if it is more than was estimated from its file."""
@@ -450,7 +446,7 @@ class Pool:
         if model.state is not ModelState.LOADING:
             model.memory = Memory()
             self._set(model, ModelState.UNLOADED)
-        self._signal()
+        self._changed.set()
 
     # ---- room
     async def _make_room(self, model: PooledModel, needed: Memory) -> None:
@@ -514,7 +510,7 @@ class Pool:
             _log.info("%s is unloaded", model.name)
         finally:
             model._unloading = None
-            self._signal()
+            self._changed.set()
 
     def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
         """Set how long a model stays loaded without a request; None: forever."""
@@ -612,15 +608,11 @@ class Pool:
         self._by_name[name] = model
         self._tell()
 
-    def forget(self, name: str) -> bool:
-        """Remove a name that ``copy`` gave. False if there is no such name."""
+    def forget(self, name: str) -> None:
+        """Remove a name that ``copy`` gave."""
         name = name.removesuffix(_LATEST)
-        model = self._by_name.get(name)
-        if model is None or name not in model.copies:
-            return False
-        self._forget(model, name)
+        self._forget(self._by_name[name], name)
         self._tell()
-        return True
 
     def _forget(self, model: PooledModel, name: str) -> None:
         model.copies = tuple(copy for copy in model.copies if copy != name)
@@ -712,9 +704,6 @@ class Pool:
                 for sock in refused:
                     sock.close()
                 process.refused.clear()
-        self._signal()
-
-    def _signal(self) -> None:
         self._changed.set()
 
     async def _next_change(self, timeout_s: float | None = None) -> None:

@@ -16,13 +16,13 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from llamapipe.errors import LlamapipeError
 from llamapipe.fleet._hang_up import on_hang_up
 from llamapipe.fleet._process import State, WorkerProcess
 from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet._totals import Totals
-from llamapipe.fleet.command import command_with
 from llamapipe.fleet.link import Subject
 from llamapipe.fleet.placement import Placement
 from llamapipe.server.metrics import Family
@@ -33,6 +33,7 @@ _SCRAPE_S = 2.0  # how long the metrics of one worker hold up those of all
 _ACCEPT_PAUSE_S = 0.1  # after a connection could not be accepted for want of descriptors
 
 
+@dataclass
 class Backoff:
     """The delay before a restart, which doubles after each short life of a worker. Pure.
 
@@ -41,17 +42,12 @@ class Backoff:
     starts.
     """
 
-    def __init__(
-        self, first_s: float = 0.5, most_s: float = 30.0, long_s: float = 30.0, n_attempts: int = 5
-    ) -> None:
-        self.first_s = first_s
-        self.most_s = most_s
-        self.long_s = long_s
-        self.n_attempts = n_attempts
-        self._n_short = self._n_failed = 0
-
-    def __repr__(self) -> str:
-        return f"<Backoff n_short={self._n_short} n_failed={self._n_failed}>"
+    first_s: float = 0.5
+    most_s: float = 30.0
+    long_s: float = 30.0
+    n_attempts: int = 5
+    _n_short: int = field(default=0, init=False)
+    _n_failed: int = field(default=0, init=False)
 
     def delay_s(self, served_s: float | None) -> float | None:
         """Return the delay after a worker that served for ``served_s`` seconds, or was never ready if that is None.
@@ -76,14 +72,14 @@ class WorkerFailedError(LlamapipeError):
         self.is_usage = is_usage
 
 
+@dataclass
 class _Slot:
     """The place of one worker: the current worker, and when the next one may start."""
 
-    def __init__(self, index: int, placement: Placement, backoff: Backoff) -> None:
-        self.index = index
-        self.placement = placement
-        self.backoff = backoff
-        self.worker: WorkerProcess | None = None
+    index: int
+    placement: Placement
+    backoff: Backoff
+    worker: WorkerProcess | None = None
 
 
 class Supervisor:
@@ -361,17 +357,3 @@ class Supervisor:
                 [("llamapipe_worker_restarts_total", {}, n_restarts)],
             ),
         ]
-
-
-def supervise(
-    arguments: Sequence[str],
-    listener: socket.socket,
-    where: Sequence[Placement],
-    announce: Callable[[], None],
-    n_requests: int,
-) -> None:
-    """Run workers, which execute ``llamapipe`` with these arguments, until SIGTERM or Ctrl-C.
-
-    For the main thread. Raises WorkerFailedError, OSError.
-    """
-    Supervisor(command_with(arguments), listener, where, announce, n_requests).run()

@@ -22,8 +22,9 @@ from support.run_script import environment
 from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
 import llamapipe as lp
+from llamapipe.fleet.command import command_with
 from llamapipe.fleet.placement import Placement
-from llamapipe.fleet.supervisor import Backoff, Supervisor, WorkerFailedError, supervise
+from llamapipe.fleet.supervisor import Backoff, Supervisor, WorkerFailedError
 from llamapipe.host.cores import CoreShare, core_shares
 
 pytestmark = pytest.mark.skipif(
@@ -230,7 +231,7 @@ def test_a_worker_with_weights_of_its_own_maps_no_file(tmp_path: Path) -> None:
         where = [
             Placement(share, None, own) for share, own in zip(core_shares(2), (True, False), strict=True)
         ]
-        supervise(["serve", "--embeddings", str(encoder)], listener, where, look, 0)
+        Supervisor(command_with(["serve", "--embeddings", str(encoder)]), listener, where, look, 0).run()
     assert lp.demo_model_path().name in maps[False]
     assert "bert.gguf" in maps[False]
     assert ".gguf" not in maps[True]

@@ -240,9 +240,7 @@ class Publisher:
         self._replay: Any = None
         topic = options.topic
         if topic is None:
-            from socket import (
-                gethostname,
-            )  # every engine imports this module, and only publishers need sockets
+            from socket import gethostname  # every engine imports this module, and few publish
 
             topic = f"kv@{gethostname()}@{model_name}"
         self._topic = topic.encode()

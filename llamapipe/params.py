@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -160,9 +161,8 @@ class SamplingParams:
     prediction: str | None = None
     adapter: str | Adapter | ControlVector | Mapping[Any, float] | None = None
 
-    __pydantic_config__ = MappingProxyType(
-        {"arbitrary_types_allowed": True}
-    )  # adapters, and classes with a schema
+    # Adapters, and classes with a schema.
+    __pydantic_config__ = MappingProxyType({"arbitrary_types_allowed": True})
 
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
@@ -170,7 +170,7 @@ class SamplingParams:
         for name, check, option in _CHECKS:
             value = getattr(self, name)
             if value is not None or not option.optional:
-                object.__setattr__(self, name, check(name, value, option.low, option.high))
+                self._set(name, check(name, value, option.low, option.high))
         self._set("top_k", max(self.top_k, 0))
         for name in ("seed", "reasoning_budget"):
             self._set(name, None if getattr(self, name) == -1 else getattr(self, name))
@@ -206,18 +206,7 @@ class SamplingParams:
 
     def __hash__(self) -> int:
         biases = None if self.logit_bias is None else frozenset(self.logit_bias.items())
-        return hash(
-            (
-                self.max_tokens,
-                self.temperature,
-                self.top_k,
-                self.top_p,
-                self.min_p,
-                self.seed,
-                self.stop,
-                biases,
-            )
-        )
+        return hash((_HASHED(self), biases))
 
     def __reduce__(self) -> Any:  # so that a pickle is checked
         return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
@@ -288,6 +277,9 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+_HASHED = attrgetter("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 
 
 def check_salt(value: object) -> str | None:

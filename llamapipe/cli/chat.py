@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -135,20 +136,7 @@ _HELP = """\
 A line that ends with \\ continues on the next one.
 \"""            begins and ends a message of several lines
 Ctrl-C stops an answer."""
-_COMMANDS = (
-    "/clear",
-    "/reset",
-    "/regen",
-    "/system",
-    "/image",
-    "/save",
-    "/load",
-    "/help",
-    "/?",
-    "/bye",
-    "/exit",
-    "/quit",
-)
+_COMMANDS = sorted(set(re.findall(r"/[a-z?]+", _HELP)))
 
 
 class Session:

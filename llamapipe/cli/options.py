@@ -25,6 +25,7 @@ from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.engine import with_tuning
+from llamapipe.hub import PREFIX, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import model_of, short_names
 
@@ -103,11 +104,7 @@ def model_path(text: str) -> Path:
     Raises ArgumentTypeError for a name that cannot be a model's, ModelLoadError and ImportError if there is no such
     model.
     """
-    from llamapipe.hub import PREFIX, hub_name, parse
-
     if text.startswith(PREFIX):
-        from llamapipe.hub import model_file
-
         try:
             return model_file(*parse(text))
         except ValueError as e:
@@ -149,8 +146,6 @@ def mmproj_file(text: str) -> str | Path:
     """Return the value of ``--mmproj`` in the form for ``Model``. Raises ArgumentTypeError."""
     if not text.startswith("hf:"):
         return text if text in ("auto", "off") else path_of(text)
-    from llamapipe.hub import parse
-
     try:
         parse(text)
     except ValueError as e:

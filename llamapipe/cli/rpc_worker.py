@@ -14,7 +14,8 @@ from llamapipe.arguments import check_int, path_of
 from llamapipe.cli.options import number_or_automatic
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.errors import BackendError
-from llamapipe.rpc import Address, check_host, look_up
+from llamapipe.host.cores import usable_cores
+from llamapipe.rpc import Address, check_host, free_port, look_up, serve
 
 USAGE = "llamapipe rpc-worker [options]"
 DESCRIPTION = """\
@@ -69,9 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; it ends by a signal or an error."""
-    from llamapipe.host.cores import usable_cores
-    from llamapipe.rpc import free_port, serve
-
     networks = [_network(text) for text in args.allow_network]
     address = _address(args, networks)
     with usage_errors():

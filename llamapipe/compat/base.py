@@ -172,97 +172,6 @@ class ThreadSequence:
         return list(self.ids)
 
 
-class SequenceMethods:
-    """The methods of ``Llama`` that work on the calling thread's sequence."""
-
-    _n_ctx: int
-    _seed: int
-
-    def _own(self) -> ThreadSequence:
-        raise NotImplementedError
-
-    def _params(self, max_tokens: int | None, seed: int | None, **sampling: Any) -> SamplingParams:
-        raise NotImplementedError
-
-    def token_eos(self) -> int:
-        """Return the token that ends a text; -1 if there is none."""
-        raise NotImplementedError
-
-    @property
-    def n_tokens(self) -> int:
-        """The number of tokens that the calling thread has evaluated."""
-        return len(self._own().ids)
-
-    @property
-    def input_ids(self) -> npt.NDArray[np.intc]:
-        """The tokens that the calling thread has evaluated."""
-        return np.array(self._own().ids, np.intc)
-
-    @property
-    def eval_tokens(self) -> deque[int]:
-        """The tokens that the calling thread has evaluated, as a deque."""
-        return deque(self._own().ids, maxlen=self._n_ctx)
-
-    @property
-    def eval_logits(self) -> deque[list[float]]:
-        """The logits after the last token, which are computed on access."""
-        return deque([self._own().logits().tolist()], maxlen=1)
-
-    @property
-    def scores(self) -> Any:
-        """In llama-cpp-python, the logits of all tokens; they are not kept here."""
-        raise NotImplementedError(INSTEAD["Llama"]["_scores"])
-
-    def reset(self) -> None:
-        """Forget the calling thread's tokens."""
-        self._own().reset()
-
-    def eval(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the calling thread's sequence. They are computed when a token is sampled."""
-        self._own().extend(tokens)
-
-    def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
-        """Sample the token after the calling thread's sequence without appending it.
-
-        ``idx``: the index of a token; the token after it is sampled, as if the sequence ended there. ``sampling``: as
-        in ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` outside the sequence.
-        """
-        _check_names("sample", sampling)
-        n = self.n_tokens
-        if idx is not None and not 0 <= (idx := index(idx)) < n:
-            raise ValueError(
-                f"idx is {idx}, and {n} tokens were evaluated; it must be from 0 to {max(n - 1, 0)}"
-            )
-        params = self._params(1, None, temperature=temp, **sampling)
-        return self._own().sample(params, n if idx is None else idx + 1)
-
-    def generate(
-        self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
-    ) -> Generator[int, Sequence[int] | None, None]:
-        """Yield the tokens generated after ``tokens``; if a token ends generation, it is the last one.
-
-        ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
-        ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
-        ``stopping_criteria``, ``grammar``. Tokens that are sent to the generator are appended. Raises TypeError for
-        unknown names.
-        """
-        _check_names("generate", sampling)
-        sequence = self._own()
-        params = self._params(None, None, temperature=temp, **sampling)
-        if reset:
-            sequence.reset()
-        sequence.extend(tokens)
-        return sequence.generate(params, self.token_eos())
-
-    def save_state(self) -> LlamaState:
-        """Return the calling thread's sequence, with its KV cells."""
-        return self._own().save(self._seed)
-
-    def load_state(self, state: LlamaState) -> None:
-        """Make a saved sequence the calling thread's sequence."""
-        self._own().load(state)
-
-
 def _check_names(method: str, sampling: Mapping[str, Any]) -> None:
     wrong = sampling.keys() - SAMPLING_OPTIONS
     if wrong:
@@ -272,7 +181,7 @@ def _check_names(method: str, sampling: Mapping[str, Any]) -> None:
 Answer = dict[str, Any]
 
 
-class LlamaBase(SequenceMethods):
+class LlamaBase:
     """The base of ``Llama``: everything except the calls that answer in OpenAI's form."""
 
     def __init__(
@@ -509,6 +418,81 @@ class LlamaBase(SequenceMethods):
             adapter=self._adapter,
             **sampling,
         )
+
+    # ---- the calling thread's sequence
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens that the calling thread has evaluated."""
+        return len(self._own().ids)
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.intc]:
+        """The tokens that the calling thread has evaluated."""
+        return np.array(self._own().ids, np.intc)
+
+    @property
+    def eval_tokens(self) -> deque[int]:
+        """The tokens that the calling thread has evaluated, as a deque."""
+        return deque(self._own().ids, maxlen=self._n_ctx)
+
+    @property
+    def eval_logits(self) -> deque[list[float]]:
+        """The logits after the last token, which are computed on access."""
+        return deque([self._own().logits().tolist()], maxlen=1)
+
+    @property
+    def scores(self) -> Any:
+        """In llama-cpp-python, the logits of all tokens; they are not kept here."""
+        raise NotImplementedError(INSTEAD["Llama"]["_scores"])
+
+    def reset(self) -> None:
+        """Forget the calling thread's tokens."""
+        self._own().reset()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the calling thread's sequence. They are computed when a token is sampled."""
+        self._own().extend(tokens)
+
+    def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
+        """Sample the token after the calling thread's sequence without appending it.
+
+        ``idx``: the index of a token; the token after it is sampled, as if the sequence ended there. ``sampling``: as
+        in ``generate``. Raises TypeError for unknown names, and ValueError for an ``idx`` outside the sequence.
+        """
+        _check_names("sample", sampling)
+        n = self.n_tokens
+        if idx is not None and not 0 <= (idx := index(idx)) < n:
+            raise ValueError(
+                f"idx is {idx}, and {n} tokens were evaluated; it must be from 0 to {max(n - 1, 0)}"
+            )
+        params = self._params(1, None, temperature=temp, **sampling)
+        return self._own().sample(params, n if idx is None else idx + 1)
+
+    def generate(
+        self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Yield the tokens generated after ``tokens``; if a token ends generation, it is the last one.
+
+        ``sampling``: ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``repeat_penalty``, ``frequency_penalty``,
+        ``presence_penalty``, ``mirostat_mode``, ``mirostat_tau``, ``mirostat_eta``, ``logits_processor``,
+        ``stopping_criteria``, ``grammar``. Tokens that are sent to the generator are appended. Raises TypeError for
+        unknown names.
+        """
+        _check_names("generate", sampling)
+        sequence = self._own()
+        params = self._params(None, None, temperature=temp, **sampling)
+        if reset:
+            sequence.reset()
+        sequence.extend(tokens)
+        return sequence.generate(params, self.token_eos())
+
+    def save_state(self) -> LlamaState:
+        """Return the calling thread's sequence, with its KV cells."""
+        return self._own().save(self._seed)
+
+    def load_state(self, state: LlamaState) -> None:
+        """Make a saved sequence the calling thread's sequence."""
+        self._own().load(state)
 
     # ---- lifetime
     def close(self) -> None:

@@ -159,9 +159,8 @@ class Worker:
         except OSError:
             data, descriptors = b"", []
         if data == CONNECTION:
-            self._send(
-                TAKEN if descriptors else REFUSED
-            )  # without a free descriptor the kernel keeps the socket
+            # Without a free descriptor the kernel keeps the socket.
+            self._send(TAKEN if descriptors else REFUSED)
             for descriptor in descriptors:
                 self._server.connect(_tcp_socket(descriptor), self._one_ended)
         elif data == KEEP:

@@ -214,9 +214,8 @@ def is_written(lines: Path) -> bool:
     """Return whether a process is writing results to ``lines``, the file of ``lines_of``. Raises OSError."""
     try:
         with lines.open("rb") as file:
-            files.lock(
-                file.fileno(), wait=False
-            )  # for a moment: another look at that moment takes this one for a writer
+            # For a moment: another look at that moment takes this one for a writer.
+            files.lock(file.fileno(), wait=False)
     except FileNotFoundError:
         return False
     except BlockingIOError:

@@ -16,12 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from llamapipe.params import SamplingParams
 
-_PROMPTS = (
-    "messages",
-    "prompt",
-    "input",
-    "content",
-)  # of the APIs of OpenAI and Anthropic, and of tokenizing
+_PROMPTS = ("messages", "prompt", "input", "content")  # of OpenAI's and Anthropic's APIs, and of tokenizing
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as arrow
 
 from llamapipe._messages import listed, quoted
-from llamapipe.arguments import check_float, check_int
+from llamapipe.arguments import check_int
 from llamapipe.jobs.answers import Answerer, RecordResult, check_template, filled
 from llamapipe.jobs.records import Record
 from llamapipe.params import SamplingParams
-from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, ray
+from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, range_of, ray, reserved
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -315,15 +315,11 @@ def complete(
     if not isinstance(spec, EngineSpec):
         raise TypeError(f"spec must be an EngineSpec, not {type(spec).__name__}")
     rows = RowFormat(prompt, messages, options, params or SamplingParams(), prefix)
-    least, most = _actors(actors)
+    least, most = range_of("actors", actors, 1)
     n_rows = max(_ROWS_PER_TASK, spec.n_seq_max)
     if rows_per_task is not None:
         n_rows = check_int("rows_per_task", rows_per_task, 1, 2**31 - 1)
-    reserved: dict[str, Any] = {}
-    if num_cpus is not None:
-        reserved["num_cpus"] = check_float("num_cpus", num_cpus, 0.0, 4096.0)
-    if num_gpus is not None:
-        reserved["num_gpus"] = check_float("num_gpus", num_gpus, 0.0, 1024.0)
+    resources = reserved(num_cpus, num_gpus)
     if id is not None and not isinstance(id, str):
         raise TypeError(f"id must be the name of a column, not {type(id).__name__}")
     schema = ds.schema(fetch_if_missing=False)
@@ -345,7 +341,7 @@ def complete(
         "num_cpus": num_cpus,
         "n_sharing": n_sharing(library, most),
     }
-    out = mapped(ds, Completer, arguments, n_rows, (least, most), reserved)
+    out = mapped(ds, Completer, arguments, n_rows, (least, most), resources)
     if config is not None:
         out.context.checkpoint_config = config
     return out
@@ -357,7 +353,7 @@ def mapped(
     arguments: Mapping[str, object],
     n_rows: int,
     actors: tuple[int, int],
-    reserved: Mapping[str, Any],
+    resources: Mapping[str, Any],
 ) -> Dataset:
     """Return the dataset with the columns that actors of a class add. ``n_rows``: rows per task."""
     from ray.data import ActorPoolStrategy
@@ -373,18 +369,8 @@ def mapped(
         compute=ActorPoolStrategy(
             min_size=least, max_size=most, max_concurrent_calls_per_actor=_TASKS_PER_ACTOR
         ),
-        **reserved,
+        **resources,
     )
-
-
-def _actors(actors: int | tuple[int, int]) -> tuple[int, int]:
-    pair = actors if isinstance(actors, tuple) else (actors, actors)
-    if len(pair) != 2:
-        raise ValueError(f"actors is {actors}; give a number, or the least and the most")
-    least, most = (check_int("actors", n, 1, 100_000) for n in pair)
-    if least > most:
-        raise ValueError(f"actors is {actors}; the least must not be more than the most")
-    return least, most
 
 
 def _checkpoint(

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from llamapipe.arguments import check_float, check_int
 from llamapipe.params import SamplingParams
 from llamapipe.ray._costs import HttpRequest
-from llamapipe.ray._spec import EngineSpec, activated_loras, cores_of_actor, n_sharing, ray
+from llamapipe.ray._spec import (
+    EngineSpec,
+    activated_loras,
+    cores_of_actor,
+    n_sharing,
+    range_of,
+    ray,
+    reserved,
+)
 from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
@@ -113,9 +121,8 @@ class EngineReplica:
         except Exception:
             await messages.put(None)
             raise
-        await messages.put(
-            None
-        )  # not after a cancellation: then nothing is read any more, and there may be no room
+        # Not after a cancellation: then nothing is read any more, and there may be no room.
+        await messages.put(None)
 
     async def check_health(self) -> None:
         """Raise if the engine is closed. Ray Serve replaces a replica that raises here or does not answer in time.
@@ -177,12 +184,8 @@ def deployment(
         raise TypeError(f"spec must be an EngineSpec, not {type(spec).__name__}")
     if settings is not None and not isinstance(settings, ServerSettings):
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
-    least, most = _range(replicas)
-    actor: dict[str, Any] = {}
-    if num_cpus is not None:
-        actor["num_cpus"] = check_float("num_cpus", num_cpus, 0.0, 4096.0)
-    if num_gpus is not None:
-        actor["num_gpus"] = check_float("num_gpus", num_gpus, 0.0, 1024.0)
+    least, most = range_of("replicas", replicas, 0)
+    actor = reserved(num_cpus, num_gpus)
     n_at_once = 4 * spec.n_seq_max
     if max_ongoing_requests is not None:
         n_at_once = check_int("max_ongoing_requests", max_ongoing_requests, 1, 2**31 - 1)
@@ -253,13 +256,3 @@ def openai_app(
     )
     bound: Application = ingress.bind(engines, settings)
     return bound
-
-
-def _range(replicas: int | tuple[int, int]) -> tuple[int, int]:
-    pair = replicas if isinstance(replicas, tuple) else (replicas, replicas)
-    if len(pair) != 2:
-        raise ValueError(f"replicas is {replicas}; give a number, or the least and the most")
-    least, most = (check_int("replicas", n, 0, 100_000) for n in pair)
-    if least > most or most == 0:
-        raise ValueError(f"replicas is {replicas}; the least must not be more than the most, nor that be 0")
-    return least, most

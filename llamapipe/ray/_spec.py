@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from llamapipe._messages import did_you_mean, quoted
-from llamapipe.arguments import check_int
+from llamapipe.arguments import check_float, check_int
 from llamapipe.engine import Engine, EngineTuning, with_tuning
 from llamapipe.errors import ModelLoadError
 from llamapipe.gguf.adapter import is_activated
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import limit_cores
-from llamapipe.hub import PREFIX, parse
+from llamapipe.hub import PREFIX, model_file, parse
 from llamapipe.llama.adapter import check_adapter_name, local_file
 from llamapipe.llama.model import Model
 
@@ -48,6 +48,24 @@ def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
     if num_cpus:
         return math.ceil(num_cpus)
     return max(usable_cores() // n_sharing, 1) if n_sharing > 1 else None
+
+
+def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, int]:
+    """Return the least and the most of a number, or of a pair. Raises TypeError, ValueError."""
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2:
+        raise ValueError(f"{name} is {value}; give a number, or the least and the most")
+    least, most = (check_int(name, n, low, 100_000) for n in pair)
+    if least > most or most == 0:
+        also = "" if low else ", nor that be 0"
+        raise ValueError(f"{name} is {value}; the least must not be more than the most{also}")
+    return least, most
+
+
+def reserved(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
+    """Return what Ray reserves for an actor, as its options. Raises TypeError, ValueError."""
+    values = (("num_cpus", num_cpus, 4096.0), ("num_gpus", num_gpus, 1024.0))
+    return {name: check_float(name, n, 0.0, most) for name, n, most in values if n is not None}
 
 
 _NOT_PICKLED = {"path", "model", "progress"}
@@ -119,8 +137,6 @@ class EngineSpec:
         name = os.fsdecode(self.model)
         if not name.startswith(PREFIX):
             return Path(name)
-        from llamapipe.hub import model_file
-
         reference = parse(name)
         return model_file(reference.repo_id, reference.filename, progress=False)
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Raise an ImportError that names ``what`` and the extra if the block imports a package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "llamapipe":
+            raise
+        raise ImportError(
+            f"{what} needs {e.name}, which is not installed: pip install 'llamapipe[{extra}]'"
+        ) from None
 
 
 def imported_name(package: str, homes: Mapping[str, str], name: str, extra: str) -> object:
@@ -13,12 +27,6 @@ def imported_name(package: str, homes: Mapping[str, str], name: str, extra: str)
     """
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    try:
+    with needs_extra(package, extra):
         value: object = getattr(import_module(f"{package}.{homes[name]}"), name)
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.partition(".")[0] == "llamapipe":
-            raise
-        raise ImportError(
-            f"{package} needs {e.name}, which is not installed: pip install 'llamapipe[{extra}]'"
-        ) from None
     return value

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from llamapipe._lazy import needs_extra
 from llamapipe.cli.parser import UsageError
 from llamapipe.dynamo._arguments import parser
 from llamapipe.errors import LlamapipeError
@@ -35,16 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    try:
+    with needs_extra("llamapipe.dynamo", "dynamo"):
         from dynamo.common.backend.run import run
 
         from llamapipe.dynamo._worker import EngineWorker
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "llamapipe":
-            raise
-        raise ImportError(
-            f"llamapipe.dynamo needs {error.name}, which is not installed: pip install 'llamapipe[dynamo]'"
-        ) from None
     run(EngineWorker, argv)
 
 

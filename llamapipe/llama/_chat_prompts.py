@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from llamapipe._lazy import needs_extra
 from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
@@ -65,14 +66,8 @@ class ChatPrompts:
 
     def compiled(self, text: str, strips_bos: bool) -> ChatTemplate:
         """Return a template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
-        try:
+        with needs_extra("chat", "chat"):
             from llamapipe.chat.template import ChatTemplate
-        except ModuleNotFoundError as e:
-            if (e.name or "").startswith("llamapipe"):
-                raise
-            raise ImportError(
-                f"chat needs {e.name}, which is not installed: pip install 'llamapipe[chat]'"
-            ) from None
         vocab = self._model.vocab
         return ChatTemplate(text, self._written(vocab.bos), self._written(vocab.eos), strips_bos)
 

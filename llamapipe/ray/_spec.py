@@ -8,9 +8,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from llamapipe._lazy import needs_extra
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.arguments import check_float, check_int
 from llamapipe.engine import Engine, EngineTuning, with_tuning
@@ -25,13 +27,8 @@ from llamapipe.llama.model import Model
 
 def ray() -> Any:
     """Import the package ``ray``. Raises ImportError."""
-    try:
-        import ray as library
-    except ModuleNotFoundError as e:
-        raise ImportError(
-            f"llamapipe.ray needs {e.name}, which is not installed: pip install 'llamapipe[ray]'"
-        ) from None
-    return library
+    with needs_extra("llamapipe.ray", "ray"):
+        return import_module("ray")
 
 
 def n_sharing(ray: Any, n_actors: int) -> int:

@@ -178,7 +178,6 @@ def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
 
 # ---- keys in JSON
 def _bytes_as_json(value: object) -> dict[str, str]:
-    """Return the bytes of a key as a JSON object."""
     assert isinstance(value, bytes)
     return {"hex": value.hex()}
 

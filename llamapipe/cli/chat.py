@@ -112,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Conversation:
-    """Return the conversation that the options specify."""
     conversation = Conversation(args.system)
     if args.load is not None:
         if args.system is not None:
@@ -178,11 +177,8 @@ class Session:
             except UsageError as error:  # not UTF-8
                 self._note(str(error), "red")
                 continue
-            if entry.is_command:
-                if not self._command(entry.text):
-                    return
-            elif entry.text.strip():
-                self._answer_here(entry.text)
+            if not self._enter(entry):
+                return
 
     def read_lines(self) -> None:
         """Answer the messages of standard input. Raises the error of the first message or command that fails."""
@@ -192,14 +188,22 @@ class Session:
                 entry = read_entry(piped_line)
             except EOFError:
                 return
-            if entry.is_command:
-                if not self._command(entry.text):
-                    return
-            elif entry.text.strip():
-                self.answer(entry.text)
+            if not self._enter(entry):
+                return
+
+    def _enter(self, entry: Entry) -> bool:
+        """Run a command, or answer a message. False if the conversation ends."""
+        if entry.is_command:
+            return self._command(entry.text)
+        if entry.text.strip():
+            self._answer_here(entry.text)
+        return True
 
     def _answer_here(self, text: Content) -> None:
-        """Answer a message, and show any error. Ctrl-C stops the answer; text already written stays."""
+        """Answer a message, and at a terminal show any error. Ctrl-C stops the answer; text already written stays."""
+        if self._is_piped:
+            self.answer(text)
+            return
         began = time.perf_counter()
         terminal, facts = self._terminal, _Facts()
         try:
@@ -304,17 +308,13 @@ class Session:
         return True
 
     def _regenerate(self) -> None:
-        """Answer the last message again."""
         text = self._conversation.take_back_turn()
         if text is None:
             self._failed("/regen: there is no answer yet", "yellow")
-        elif self._is_piped:
-            self.answer(text)
         else:
             self._answer_here(text)
 
     def _image(self, name: str) -> None:
-        """Attach an image to the next message."""
         from llamapipe.media.decode import Given
 
         projector = self._engine.model.projector

@@ -282,12 +282,10 @@ def _probe_native() -> dict[str, Any]:
 
 
 def _probe_devices() -> dict[str, Any]:
-    """Ask the backends for their devices."""
     return {"devices": [asdict(device) for device in lp.devices()]}
 
 
 def _probe_demo_model() -> dict[str, Any]:
-    """Load the bundled model and generate from it."""
     start = time.perf_counter()
     with lp.Model.demo() as model, lp.Engine(model) as engine:
         loaded = time.perf_counter()

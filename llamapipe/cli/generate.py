@@ -227,7 +227,6 @@ def _text(choice: lp.Choice | ChatChoice) -> str:
 
 
 def _record(index: int, prompt: str, out: lp.Completion | lp.ChatCompletion) -> dict[str, Any]:
-    """Return the JSON record of one completion."""
     first, *others = out.choices
     record = {
         "index": index,

@@ -132,7 +132,6 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
 
 
 def _address(args: argparse.Namespace) -> tuple[str, str, str]:
-    """Return the namespace, component and endpoint."""
     if args.endpoint is None:
         return args.namespace, "backend", "generate"
     parts = args.endpoint.removeprefix("dyn://").split(".")

@@ -25,7 +25,6 @@ def on_hang_up(reload: Callable[[], object], stop: Callable[[], object]) -> None
 
 
 def _has_terminal() -> bool:
-    """Return whether the process has a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

@@ -243,7 +243,6 @@ class Forwarded(LateResponse):
 
 
 async def _error_part(upstream: Upstream, dialect: Dialect) -> bytes:
-    """Return an error's body as an event."""
     body = await upstream.body()
     if dialect == "ollama":
         return body + b"\n"

@@ -13,7 +13,7 @@ import struct
 import time
 from array import array
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -184,23 +184,16 @@ def _has_failed(result: Mapping[str, Any]) -> bool:
 
 
 def _locked(path: Path) -> BinaryIO:
-    file: BinaryIO = path.open("a+b", buffering=0)
-    try:
+    with ExitStack() as stack:
+        file: BinaryIO = stack.enter_context(path.open("a+b", buffering=0))
         for left in reversed(range(_TRIES)):
-            try:
+            with suppress(BlockingIOError):
                 files.lock(file.fileno(), wait=False)
-                break
-            except BlockingIOError:
-                if not left:
-                    raise
+                stack.pop_all()
+                return file
+            if left:
                 time.sleep(_TRY_S)  # somebody may only look, see ``is_written``
-    except BlockingIOError:
-        file.close()
-        raise BlockingIOError(f"{path} is being written by another process") from None
-    except BaseException:
-        file.close()
-        raise
-    return file
+        raise BlockingIOError(f"{path} is being written by another process")
 
 
 def lines_of(path: Path) -> Path:

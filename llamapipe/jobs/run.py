@@ -135,7 +135,6 @@ class BatchSummary:
         self._kinds: dict[str, str] = {}
 
     def _add(self, answer: RecordResult) -> None:
-        """Count an answer."""
         self.n_done += 1
         self.n_failed += answer.failed
         self.n_tokens += answer.n_tokens

@@ -19,7 +19,7 @@ from llamapipe._messages import quoted
 from llamapipe._sampling_table import BY_NAME
 from llamapipe.arguments import check_flag, check_int
 from llamapipe.chat.template import ChatTemplate
-from llamapipe.engine import CacheType, Engine, EngineTuning, FlashAttention
+from llamapipe.engine import CacheType, Engine, FlashAttention, with_tuning
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model, demo_model_path
 from llamapipe.params import SamplingParams
@@ -27,6 +27,10 @@ from llamapipe.results import Score
 
 _INT32_MAX = 2**31 - 1
 _DEFAULT_SEQUENCES = 8  # Engine's
+_OF_ENGINE = (
+    "n_ctx", "n_seq_max", "n_cells", "n_threads", "n_threads_batch", "n_batch", "n_ubatch", "kv_unified", "type_k",
+    "type_v", "flash_attn",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -261,20 +265,7 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
             self._prefix = self._choose_prefix()
             self._adapter = None if options.lora is None else self.model.load_adapter(options.lora)
             self.engine = Engine(
-                self.model,
-                n_ctx=options.n_ctx,
-                n_seq_max=options.n_seq_max or 1,
-                n_cells=options.n_cells,
-                n_threads=options.n_threads,
-                type_k=options.type_k,
-                type_v=options.type_v,
-                flash_attn=options.flash_attn,
-                tuning=EngineTuning(
-                    n_batch=options.n_batch,
-                    n_ubatch=options.n_ubatch,
-                    n_threads_batch=options.n_threads_batch,
-                    kv_unified=options.kv_unified,
-                ),
+                self.model, **with_tuning({name: getattr(options, name) for name in _OF_ENGINE})
             )
         except BaseException:
             self.model.close()

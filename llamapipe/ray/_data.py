@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import string
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -89,18 +88,14 @@ class RowFormat:
     @property
     def needed(self) -> list[str]:
         """The columns that rows must have."""
-        return [
-            *self.fields,
-            *([] if self.options is None or self.options in self.fields else [self.options]),
-        ]
+        return list(dict.fromkeys([*self.fields, *([] if self.options is None else [self.options])]))
 
     @property
     def fields(self) -> list[str]:
         """The columns that the prompt or the conversation is made from."""
         if not self.is_template:
             return [str(self.prompt if self.messages is None else self.messages)]
-        names = (name for _, name, _, _ in string.Formatter().parse(str(self.prompt)))
-        return list(dict.fromkeys(name for name in names if name))
+        return list(dict.fromkeys(check_template(str(self.prompt))))
 
     @property
     def added(self) -> dict[str, arrow.DataType]:

@@ -64,8 +64,8 @@ class SamplingParams:
     - ``dry_multiplier`` (0: off), ``dry_base``, ``dry_allowed_length``, ``dry_penalty_last_n`` (-1: all) and
       ``dry_sequence_breakers``: lower the logits of tokens that would continue a repetition.
     - ``mirostat``: 1 or 2, with ``mirostat_tau`` and ``mirostat_eta``, replaces all samplers that remove candidates.
-      ``adaptive_target`` (below 0: off) with ``adaptive_decay`` samples at the end. ``infill``: for filling in the
-      middle.
+      ``adaptive_target`` (below 0: off) with ``adaptive_decay`` samples at the end. ``infill``: llama.cpp's sampler for
+      filling in the middle, which ``Engine.infill`` does not turn on.
     - ``sampler_order``: the samplers to apply, names of ``SAMPLER_ORDER``, in this order; samplers not listed are
       skipped.
     - ``logit_bias``: maps token ids to numbers added to their logits; ``float("-inf")`` forbids a token, other numbers

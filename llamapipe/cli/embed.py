@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 import llamapipe as lp
 from llamapipe.arguments import path_of
@@ -21,9 +20,6 @@ from llamapipe.cli.options import (
     open_model,
 )
 from llamapipe.cli.parser import UsageError, read_texts, usage_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 USAGE = "llamapipe embed [options] [TEXT ...]"
 DESCRIPTION = """\
@@ -90,5 +86,4 @@ def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
 
 
 def _short(terminal: Terminal, text: str) -> str:
-    words: Sequence[str] = text.split()
-    return terminal.clip(terminal.text(" ".join(words)), 12)
+    return terminal.clip(terminal.text(" ".join(text.split())), 12)

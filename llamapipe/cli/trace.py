@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 
@@ -40,6 +41,7 @@ examples:
   llamapipe trace --rows 128 --n-threads 1          # rows that numpy reads while the next step is computed
   llamapipe trace -m model.gguf --pipeline-depth 2 --requests 32 -o busy.json"""
 _PROMPT = "Once upon a time, there was a little"
+_ANIMALS = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
 _DEPTH = for_commands(replace(BY_NAME["pipeline_depth"], metavar="N"))
 _DRAWN = 6  # steps in the picture
 
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     params = lp.SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
-    prompts = [f"{_PROMPT} {name}" for name in _names(args.requests)]
+    prompts = [f"{_PROMPT} {name}" for name in islice(cycle(_ANIMALS), args.requests)]
     options = given(args, [*ENGINE, *_DEPTH])
     options.setdefault("n_seq_max", min(args.requests, 64))
     with open_engine(model, options) as engine:
@@ -153,11 +155,6 @@ def _stream(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams
     for stream in [engine.stream(prompt, params) for prompt in prompts]:
         for _ in stream:
             pass
-
-
-def _names(n: int) -> list[str]:
-    animals = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
-    return [animals[i % len(animals)] for i in range(n)]
 
 
 def _report(spans: Sequence[Span], outputs: Sequence[Path]) -> None:

@@ -91,7 +91,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 class WorkerOptions(NamedTuple):
-    """The settings of a worker. ``registration``: fields of Dynamo's ``WorkerConfig``."""
+    """The settings of a worker.
+
+    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets.
+    ``folder``: where the frontend's tokenizer files are written. ``registration``: how the model and its adapters are
+    registered, as fields of Dynamo's ``WorkerConfig``.
+    """
 
     open_engine: Callable[[ExitStack], lp.Engine]
     folder: Path

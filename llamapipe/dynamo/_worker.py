@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
@@ -17,7 +16,7 @@ from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, re
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 import llamapipe as lp
-from llamapipe.dynamo._arguments import parser, worker_options
+from llamapipe.dynamo._arguments import WorkerOptions, parser, worker_options
 from llamapipe.dynamo._requests import chunk, last_chunk, sampling_params
 from llamapipe.llama.vocab import Vocab
 from llamapipe.streams import AsyncStream
@@ -33,22 +32,11 @@ _ENDPOINTS = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 class EngineWorker(LLMEngine):  # type: ignore[misc]
     """Serves any number of concurrent requests in token ids with one engine.
 
-    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets.
-    ``folder``: where the frontend's tokenizer files are written. ``registration``: how the model and its adapters are
-    registered. For the methods, see ``dynamo.common.backend.LLMEngine``.
+    For the methods, see ``dynamo.common.backend.LLMEngine``.
     """
 
-    def __init__(
-        self,
-        open_engine: Callable[[ExitStack], lp.Engine],
-        folder: Path,
-        name: str,
-        registration: Mapping[str, Any],
-    ) -> None:
-        self._open_engine = open_engine
-        self._folder = folder
-        self._name = name
-        self._registration = registration
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
         self._undo = ExitStack()
         self._engine: lp.Engine | None = None
         self._streams: dict[str, AsyncStream] = {}
@@ -57,17 +45,16 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EngineWorker, WorkerConfig]:
         """Return an unstarted worker and its configuration for the runtime."""
         options = worker_options(parser().parse_args(argv))
-        worker = cls(options.open_engine, options.folder, options.name, options.registration)
-        return worker, WorkerConfig(**options.registration)
+        return cls(options), WorkerConfig(**options.registration)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model, make the engine, and write the tokenizer files for the frontend."""
         engine = await asyncio.to_thread(self._open)
         self._engine = engine
-        _log.info("serving %r as %s", engine, self._name)
+        _log.info("serving %r as %s", engine, self._options.name)
         return EngineConfig(
-            model=str(self._folder),
-            served_model_name=self._name,
+            model=str(self._options.folder),
+            served_model_name=self._options.name,
             llm=LlmRegistration(
                 context_length=engine.n_ctx,
                 kv_cache_block_size=_BLOCK_TOKENS,
@@ -86,26 +73,26 @@ class EngineWorker(LLMEngine):  # type: ignore[misc]
         config.context_length = engine.n_ctx
         config.max_num_seqs = engine.n_seq_max
         config.total_kv_blocks = engine.n_cells // _BLOCK_TOKENS
-        config.tool_call_parser = self._registration["tool_call_parser"]
-        config.reasoning_parser = self._registration["reasoning_parser"]
-        types = [_ENDPOINTS[name.strip()] for name in self._registration["endpoint_types"].split(",")]
+        config.tool_call_parser = self._options.registration["tool_call_parser"]
+        config.reasoning_parser = self._options.registration["reasoning_parser"]
+        types = [_ENDPOINTS[name.strip()] for name in self._options.registration["endpoint_types"].split(",")]
         for adapter in engine.adapters:
             await register_model(
                 ModelInput.Tokens,
                 reduce(or_, types),
                 endpoint,
-                str(self._folder),
+                str(self._options.folder),
                 worker_type=WorkerType.Aggregated,
                 kv_cache_block_size=_BLOCK_TOKENS,
                 runtime_config=config,
                 lora_name=adapter.name,
-                base_model_path=str(self._folder),
+                base_model_path=str(self._options.folder),
                 ignore_weights=True,
             )
 
     def _open(self) -> lp.Engine:
-        engine = self._open_engine(self._undo)
-        engine.model.save_tokenizer(self._folder)
+        engine = self._options.open_engine(self._undo)
+        engine.model.save_tokenizer(self._options.folder)
         prepare_vocabulary(engine.model.vocab)
         return engine
 

@@ -162,7 +162,7 @@ class Worker:
             # Without a free descriptor the kernel keeps the socket.
             self._send(TAKEN if descriptors else REFUSED)
             for descriptor in descriptors:
-                self._server.connect(_tcp_socket(descriptor), self._one_ended)
+                self._server.connect(_tcp_socket(descriptor), partial(self._send, ENDED))
         elif data == KEEP:
             self.keeps_cache = True
         elif data == STOP_TOOLS:
@@ -176,9 +176,6 @@ class Worker:
         else:  # the supervisor has ended
             asyncio.get_running_loop().remove_reader(self._connections)
             self._server.stop(cancel=False)
-
-    def _one_ended(self) -> None:
-        self._send(ENDED)
 
     def _send(self, data: bytes) -> None:
         self._unsent += data

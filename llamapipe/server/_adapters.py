@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from starlette.responses import PlainTextResponse, Response
@@ -20,9 +20,6 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama_files import check_allowed
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_LOADED = 64
 

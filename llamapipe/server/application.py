@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,17 +39,11 @@ from llamapipe.server import (
     transcriptions,
 )
 from llamapipe.server._guard import Guard
-from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, get, post
+from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, delete, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.gate import Gate
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
-
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
-_log = logging.getLogger("llamapipe.server")
 
 
 def app(
@@ -115,385 +108,125 @@ def _of_model(handler: Handler) -> Handler:
 
 # What uses the engine may take longer than the server allows; a status for each other reason is in every route.
 _GENERATES = ("504",)
-_OF_STORE = ("400", "404", "500")
-_CHANGES_STORE = ("400", "404", "500", "507")
-_ANSWER_ROUTES = (
-    get(
-        "/v1/responses/{id}",
-        _conversations.get_response,
-        "A stored answer.",
-        _OF_STORE,
-        aliases=("/responses/{id}",),
-    ),
-    Endpoint(
-        "DELETE",
-        "/v1/responses/{id}",
-        _conversations.delete_response,
-        "Delete a stored answer.",
-        _CHANGES_STORE,
-        aliases=("/responses/{id}",),
-    ),
-    Endpoint(
-        "POST",
-        "/v1/responses/{id}/cancel",
-        _background.cancel,
-        "Cancel an answer in the background.",
-        _CHANGES_STORE,
-        aliases=("/responses/{id}/cancel",),
-    ),
-    get(
-        "/v1/responses/{id}/input_items",
-        _conversations.input_items,
-        "What a stored answer was made from.",
-        _OF_STORE,
-        aliases=("/responses/{id}/input_items",),
-    ),
-    post(
-        "/v1/conversations",
-        _conversations.create,
-        _conversations.ConversationRequest,
-        "Begin a stored conversation.",
-        _CHANGES_STORE,
-        ("/conversations",),
-    ),
-    get(
-        "/v1/conversations/{id}",
-        _conversations.get_conversation,
-        "A stored conversation.",
-        _OF_STORE,
-        aliases=("/conversations/{id}",),
-    ),
-    post(
-        "/v1/conversations/{id}",
-        _conversations.update,
-        _conversations.MetadataRequest,
-        "Change the metadata of a conversation.",
-        _CHANGES_STORE,
-        ("/conversations/{id}",),
-    ),
-    Endpoint(
-        "DELETE",
-        "/v1/conversations/{id}",
-        _conversations.delete_conversation,
-        "Delete a conversation with its items and answers.",
-        _CHANGES_STORE,
-        aliases=("/conversations/{id}",),
-    ),
-    post(
-        "/v1/conversations/{id}/items",
-        _conversations.add_items,
-        _conversations.ItemsRequest,
-        "Append items to a conversation.",
-        _CHANGES_STORE,
-        ("/conversations/{id}/items",),
-    ),
-    get(
-        "/v1/conversations/{id}/items",
-        _conversations.list_items,
-        "The items of a conversation.",
-        _OF_STORE,
-        aliases=("/conversations/{id}/items",),
-    ),
-    get(
-        "/v1/conversations/{id}/items/{item}",
-        _conversations.get_item,
-        "An item of a conversation.",
-        _OF_STORE,
-        aliases=("/conversations/{id}/items/{item}",),
-    ),
-    Endpoint(
-        "DELETE",
-        "/v1/conversations/{id}/items/{item}",
-        _conversations.delete_item,
-        "Delete an item of a conversation.",
-        _CHANGES_STORE,
-        aliases=("/conversations/{id}/items/{item}",),
-    ),
-)
-_FILE_ROUTES = (
-    Endpoint(
-        "POST",
-        "/v1/files",
-        _file_routes.upload,
-        "Upload a file of requests for a batch.",
-        _CHANGES_STORE,
-        aliases=("/files",),
-        form=_file_routes.FORM,
-    ),
-    get("/v1/files", _file_routes.list_files, "The files.", _OF_STORE, aliases=("/files",)),
-    get("/v1/files/{id}", _file_routes.get_file, "A file.", _OF_STORE, aliases=("/files/{id}",)),
-    get(
-        "/v1/files/{id}/content",
-        _file_routes.content,
-        "The bytes of a file.",
-        _OF_STORE,
-        "application/octet-stream",
-        aliases=("/files/{id}/content",),
-    ),
-    Endpoint(
-        "DELETE",
-        "/v1/files/{id}",
-        _file_routes.delete_file,
-        "Delete a file.",
-        _CHANGES_STORE,
-        aliases=("/files/{id}",),
-    ),
-    post(
-        "/v1/batches",
-        _file_routes.create_batch,
-        _file_routes.BatchRequest,
-        "Answer the requests in a file.",
-        _CHANGES_STORE,
-        ("/batches",),
-    ),
-    get("/v1/batches", _file_routes.list_batches, "The batches.", _OF_STORE, aliases=("/batches",)),
-    get("/v1/batches/{id}", _file_routes.get_batch, "A batch.", _OF_STORE, aliases=("/batches/{id}",)),
-    Endpoint(
-        "POST",
-        "/v1/batches/{id}/cancel",
-        _file_routes.cancel_batch,
-        "Cancel a batch.",
-        _CHANGES_STORE,
-        aliases=("/batches/{id}/cancel",),
-    ),
-)
+_OF_SLOTS = ("400", "403", "404", "413", "507")
+_BYTES, _LINES = "application/octet-stream", LineStream.media_type
+
+
+def _stored(endpoint: Endpoint) -> Endpoint:
+    """Return a route about what is stored. It is there without ``/v1``, too, and has the statuses of the store."""
+    statuses = ("400", "404", "500") if endpoint.method == "GET" else ("400", "404", "500", "507")
+    return replace(endpoint, more_statuses=statuses, aliases=(endpoint.path.removeprefix("/v1"),))
+
+
 # About what is stored. No model is needed, and any process can answer.
-STORE_ROUTES = (*_ANSWER_ROUTES, *_FILE_ROUTES)
+STORE_ROUTES = tuple(map(_stored, (
+    get("/v1/responses/{id}", _conversations.get_response, "A stored answer."),
+    delete("/v1/responses/{id}", _conversations.delete_response, "Delete a stored answer."),
+    Endpoint("POST", "/v1/responses/{id}/cancel", _background.cancel, "Cancel an answer in the background."),
+    get("/v1/responses/{id}/input_items", _conversations.input_items, "What a stored answer was made from."),
+    post("/v1/conversations", _conversations.create, _conversations.ConversationRequest,
+         "Begin a stored conversation."),
+    get("/v1/conversations/{id}", _conversations.get_conversation, "A stored conversation."),
+    post("/v1/conversations/{id}", _conversations.update, _conversations.MetadataRequest,
+         "Change the metadata of a conversation."),
+    delete("/v1/conversations/{id}", _conversations.delete_conversation,
+           "Delete a conversation with its items and answers."),
+    post("/v1/conversations/{id}/items", _conversations.add_items, _conversations.ItemsRequest,
+         "Append items to a conversation."),
+    get("/v1/conversations/{id}/items", _conversations.list_items, "The items of a conversation."),
+    get("/v1/conversations/{id}/items/{item}", _conversations.get_item, "An item of a conversation."),
+    delete("/v1/conversations/{id}/items/{item}", _conversations.delete_item, "Delete an item of a conversation."),
+    Endpoint("POST", "/v1/files", _file_routes.upload, "Upload a file of requests for a batch.",
+             form=_file_routes.FORM),
+    get("/v1/files", _file_routes.list_files, "The files."),
+    get("/v1/files/{id}", _file_routes.get_file, "A file."),
+    get("/v1/files/{id}/content", _file_routes.content, "The bytes of a file.", media=_BYTES),
+    delete("/v1/files/{id}", _file_routes.delete_file, "Delete a file."),
+    post("/v1/batches", _file_routes.create_batch, _file_routes.BatchRequest, "Answer the requests in a file."),
+    get("/v1/batches", _file_routes.list_batches, "The batches."),
+    get("/v1/batches/{id}", _file_routes.get_batch, "A batch."),
+    Endpoint("POST", "/v1/batches/{id}/cancel", _file_routes.cancel_batch, "Cancel a batch."),
+)))  # fmt: skip
 ROUTES = (
-    post(
-        "/v1/chat/completions",
-        _chat.chat_completions,
-        _chat.ChatRequest,
-        "Answer a conversation.",
-        _GENERATES,
-        ("/chat/completions",),
-    ),
-    post(
-        "/v1/completions",
-        _completions.completions,
-        _completions.CompletionRequest,
-        "Complete text or tokens.",
-        _GENERATES,
-    ),
-    post(
-        "/completion",
-        _llama_server.completion,
-        _llama_server.LlamaCompletionRequest,
-        "Complete text or tokens, in llama-server's format.",
-        _GENERATES,
-        ("/completions",),
-    ),
-    post(
-        "/infill",
-        _llama_server.infill,
-        _llama_server.InfillRequest,
-        "Fill in the text between a prefix and a suffix, in llama-server's format.",
-        _GENERATES,
-        model="filling",
-    ),
-    post(
-        "/v1/fim/completions",
-        _mistral.fim_completions,
-        _mistral.FimRequest,
-        "Fill in the text between a prompt and a suffix, in Mistral's format.",
-        _GENERATES,
-        model="filling",
-    ),
-    post(
-        "/v1/responses",
-        _responses.responses,
-        _responses.ResponsesRequest,
-        "Answer an input, stored with --store.",
-        ("424", *_GENERATES, "404", "500", "507"),
-        ("/responses",),
-    ),
-    post(
-        "/v1/chat/completions/input_tokens",
-        _chat.count_tokens,
-        _chat.ChatRequest,
-        "Count the tokens of a conversation, in OpenAI's format.",
-        aliases=("/chat/completions/input_tokens",),
-    ),
-    post(
-        "/v1/responses/input_tokens",
-        _responses.count_tokens,
-        _responses.ResponsesRequest,
-        "Count the tokens of an input.",
-        ("424",),
-        aliases=("/responses/input_tokens",),
-    ),
+    post("/v1/chat/completions", _chat.chat_completions, _chat.ChatRequest, "Answer a conversation.", _GENERATES,
+         ("/chat/completions",)),
+    post("/v1/completions", _completions.completions, _completions.CompletionRequest, "Complete text or tokens.",
+         _GENERATES),
+    post("/completion", _llama_server.completion, _llama_server.LlamaCompletionRequest,
+         "Complete text or tokens, in llama-server's format.", _GENERATES, ("/completions",)),
+    post("/infill", _llama_server.infill, _llama_server.InfillRequest,
+         "Fill in the text between a prefix and a suffix, in llama-server's format.", _GENERATES, model="filling"),
+    post("/v1/fim/completions", _mistral.fim_completions, _mistral.FimRequest,
+         "Fill in the text between a prompt and a suffix, in Mistral's format.", _GENERATES, model="filling"),
+    post("/v1/responses", _responses.responses, _responses.ResponsesRequest, "Answer an input, stored with --store.",
+         ("424", *_GENERATES, "404", "500", "507"), ("/responses",)),
+    post("/v1/chat/completions/input_tokens", _chat.count_tokens, _chat.ChatRequest,
+         "Count the tokens of a conversation, in OpenAI's format.", aliases=("/chat/completions/input_tokens",)),
+    post("/v1/responses/input_tokens", _responses.count_tokens, _responses.ResponsesRequest,
+         "Count the tokens of an input.", ("424",), ("/responses/input_tokens",)),
     *STORE_ROUTES,
-    post(
-        "/v1/messages",
-        _anthropic.messages,
-        _anthropic.MessagesRequest,
-        "Answer a conversation, in Anthropic's format.",
-        _GENERATES,
-    ),
-    post(
-        "/v1/messages/count_tokens",
-        _anthropic.count_tokens,
-        _anthropic.CountTokensRequest,
-        "Count the tokens of a conversation.",
-    ),
-    Endpoint(
-        "POST",
-        "/v1/audio/transcriptions",
-        transcriptions.transcriptions,
-        "The text of a sound, which is a file of a form.",
-        _GENERATES,
-        aliases=("/audio/transcriptions",),
-        form=transcriptions.FIELDS,
-    ),
-    post(
-        "/v1/embeddings",
-        _embeddings.embeddings,
-        _embeddings.EmbeddingRequest,
-        "Embed texts.",
-        model="embedding",
-    ),
-    post(
-        "/embedding",
-        _embeddings.llama_embedding,
-        _embeddings.LlamaEmbeddingRequest,
-        "Embed texts, in llama-server's format.",
-        aliases=("/embeddings",),
-        model="embedding",
-    ),
-    post(
-        "/v1/rerank",
-        _embeddings.rerank,
-        _embeddings.RerankRequest,
-        "Rank documents for a query.",
-        aliases=("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
-        model="embedding",
-    ),
-    post(
-        "/v1/score",
-        _embeddings.score,
-        _embeddings.ScoreRequest,
-        "Score pairs of texts.",
-        aliases=("/score",),
-        model="embedding",
-    ),
+    post("/v1/messages", _anthropic.messages, _anthropic.MessagesRequest,
+         "Answer a conversation, in Anthropic's format.", _GENERATES),
+    post("/v1/messages/count_tokens", _anthropic.count_tokens, _anthropic.CountTokensRequest,
+         "Count the tokens of a conversation."),
+    Endpoint("POST", "/v1/audio/transcriptions", transcriptions.transcriptions,
+             "The text of a sound, which is a file of a form.", _GENERATES, aliases=("/audio/transcriptions",),
+             form=transcriptions.FIELDS),
+    post("/v1/embeddings", _embeddings.embeddings, _embeddings.EmbeddingRequest, "Embed texts.", model="embedding"),
+    post("/embedding", _embeddings.llama_embedding, _embeddings.LlamaEmbeddingRequest,
+         "Embed texts, in llama-server's format.", aliases=("/embeddings",), model="embedding"),
+    post("/v1/rerank", _embeddings.rerank, _embeddings.RerankRequest, "Rank documents for a query.",
+         aliases=("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"), model="embedding"),
+    post("/v1/score", _embeddings.score, _embeddings.ScoreRequest, "Score pairs of texts.", aliases=("/score",),
+         model="embedding"),
     get("/v1/models", system.list_models, "The models that are served.", aliases=("/models",)),
     get("/v1/models/{id:path}", system.get_model, "One model.", ("404",)),
-    Endpoint(
-        "DELETE",
-        "/v1/models/{id:path}",
-        system.delete_model,
-        "Refused for a model that is served.",
-        ("403", "404"),
-    ),
+    delete("/v1/models/{id:path}", system.delete_model, "Refused for a model that is served.", ("403", "404")),
     post("/tokenize", _tokens.tokenize, _tokens.TokenizeRequest, "Tokenize text or a conversation."),
     post("/detokenize", _tokens.detokenize, _tokens.DetokenizeRequest, "The text of tokens."),
     post("/apply-template", _tokens.apply_template, _tokens.TemplateRequest, "The prompt of a conversation."),
     get("/tokenizer_info", _of_model(_tokens.tokenizer_info), "Properties of the tokenizer."),
-    get(
-        "/lora-adapters",
-        _of_model(_llama_server.lora_adapters),
-        "The adapters, with the numbers that `lora` has for them.",
-    ),
+    get("/lora-adapters", _of_model(_llama_server.lora_adapters),
+        "The adapters, with the numbers that `lora` has for them."),
     post("/v1/load_lora_adapter", _adapters.load, _adapters.LoadRequest, "Load a LoRA.", ("403", "404")),
-    post(
-        "/v1/unload_lora_adapter", _adapters.unload, _adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")
-    ),
+    post("/v1/unload_lora_adapter", _adapters.unload, _adapters.UnloadRequest, "Unload a LoRA.", ("403", "404")),
     get("/props", _of_model(_llama_server.props), "The model's template and the defaults of requests."),
     get("/slots", _of_model(_llama_server.slots), "How many slots compute a request."),
     get("/slots/files", _of_model(_slots.saved_files), "The saved conversations.", ("403",)),
-    Endpoint(
-        "POST",
-        "/slots/files",
-        _slots.upload,
-        "Upload a saved conversation.",
-        ("400", "403", "404", "413", "507"),
-        form=_slots.FORM,
-    ),
-    get(
-        "/slots/files/{filename}",
-        _of_model(_slots.download),
-        "A saved conversation.",
-        ("400", "403", "404", "507"),
-        "application/octet-stream",
-    ),
-    Endpoint(
-        "DELETE",
-        "/slots/files/{filename}",
-        _of_model(_slots.delete_file),
-        "Delete a saved conversation.",
-        ("400", "403", "404", "413", "507"),
-    ),
-    Endpoint(
-        "POST",
-        "/slots/{id}",
-        _of_model(_slots.slot_action),
-        "Save, restore or erase the cells of a conversation.",
-        ("400", "403", "404", "413", "507"),
-    ),
+    Endpoint("POST", "/slots/files", _slots.upload, "Upload a saved conversation.", _OF_SLOTS, form=_slots.FORM),
+    get("/slots/files/{filename}", _of_model(_slots.download), "A saved conversation.", ("400", "403", "404", "507"),
+        media=_BYTES),
+    delete("/slots/files/{filename}", _of_model(_slots.delete_file), "Delete a saved conversation.", _OF_SLOTS),
+    Endpoint("POST", "/slots/{id}", _of_model(_slots.slot_action),
+             "Save, restore or erase the cells of a conversation.", _OF_SLOTS),
     get("/model_info", _of_model(system.model_info), "Sizes of the model and of the engine.", model="any"),
-    get(
-        "/health",
-        system.health,
-        "Whether the server accepts requests.",
-        ("503",),
-        has_key=False,
-        aliases=("/v1/health",),
-    ),
+    get("/health", system.health, "Whether the server accepts requests.", ("503",), has_key=False,
+        aliases=("/v1/health",)),
     get("/ping", system.ping, "Whether the server accepts requests.", ("503",), has_key=False),
     get("/version", system.version, "The version of llamapipe."),
-    Endpoint(
-        "POST",
-        "/reset_prefix_cache",
-        _of_model(system.reset_prefix_cache),
-        "Forget the cached tokens that no request uses.",
-        ("404",),
-    ),
+    Endpoint("POST", "/reset_prefix_cache", _of_model(system.reset_prefix_cache),
+             "Forget the cached tokens that no request uses.", ("404",)),
     get("/metrics", system.metrics, "Metrics for Prometheus.", media="text/plain"),
     get("/requests", system.requests, "Where the time of the last requests went."),
     get("/openapi.json", system.openapi),
-)
-_LINES = LineStream.media_type
+)  # fmt: skip
 OLLAMA_ROUTES = (
-    post(
-        "/api/chat",
-        ollama.chat,
-        ollama.OllamaChatRequest,
-        "Answer a conversation, as Ollama.",
-        _GENERATES,
-        (),
-        _LINES,
-    ),
-    post(
-        "/api/generate", ollama.generate, ollama.GenerateRequest, "Answer a prompt.", _GENERATES, (), _LINES
-    ),
+    post("/api/chat", ollama.chat, ollama.OllamaChatRequest, "Answer a conversation, as Ollama.", _GENERATES,
+         stream_media=_LINES),
+    post("/api/generate", ollama.generate, ollama.GenerateRequest, "Answer a prompt.", _GENERATES,
+         stream_media=_LINES),
     post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts.", model="embedding"),
-    post(
-        "/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text.", model="embedding"
-    ),
+    post("/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text.", model="embedding"),
     post("/api/show", ollama.show, ollama.ShowRequest, "What a model is and can do."),
     get("/api/tags", ollama.tags, "The models that are served."),
     get("/api/ps", ollama.loaded_models, "The models that are loaded."),
     get("/api/version", ollama.version, "The version of this API."),
-    post(
-        "/api/pull",
-        ollama_files.pull,
-        ollama_files.PullRequest,
-        "Download a model.",
-        ("403", "507"),
-        (),
-        _LINES,
-    ),
+    post("/api/pull", ollama_files.pull, ollama_files.PullRequest, "Download a model.", ("403", "507"),
+         stream_media=_LINES),
     post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
-    post(
-        "/api/delete",
-        ollama_files.delete,
-        ollama_files.DeleteRequest,
-        "Delete a file.",
-        ("403",),
-        method="DELETE",
-    ),
+    post("/api/delete", ollama_files.delete, ollama_files.DeleteRequest, "Delete a file.", ("403",), method="DELETE"),
     get("/", ollama.root, has_key=False),
-)
+)  # fmt: skip
 _PAGE_ROUTES = (get("/", page_routes.page, has_key=False), get("/timeline", _of_model(page_routes.timeline)))
 PAGE_ROUTES = (  # those that need no model
     get("/page/{name}", page_routes.page_file, has_key=False),

@@ -17,7 +17,8 @@ import math
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -512,6 +513,7 @@ Handler = Callable[[Exchange], Awaitable[Response]]
 ModelKind = Literal["text", "filling", "embedding", "any"]
 
 
+@dataclass(eq=False, repr=False)
 class Endpoint:
     """The ASGI application of one route.
 
@@ -523,33 +525,18 @@ class Endpoint:
     required file; ``media`` and ``stream_media``: the media types of a complete and of a streamed answer.
     """
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        handler: Handler,
-        summary: str = "",
-        more_statuses: tuple[str, ...] = (),
-        body: type[msgspec.Struct] | None = None,
-        media: str = "application/json",
-        has_key: bool = True,
-        aliases: tuple[str, ...] = (),
-        stream_media: str = EventStream.media_type,
-        form: tuple[str, ...] = (),
-        model: ModelKind = "text",
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.handler = handler
-        self.summary = summary
-        self.more_statuses = more_statuses
-        self.body = body
-        self.media = media
-        self.has_key = has_key
-        self.aliases = aliases
-        self.stream_media = stream_media
-        self.form = form
-        self.model = model
+    method: str
+    path: str
+    handler: Handler
+    summary: str = ""
+    more_statuses: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    stream_media: str = EventStream.media_type
+    model: ModelKind = "text"
+    body: type[msgspec.Struct] | None = None
+    media: str = "application/json"
+    has_key: bool = True
+    form: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Endpoint {self.method} {self.path}>"
@@ -562,9 +549,7 @@ class Endpoint:
 
     def answered_by(self, handler: Handler) -> Endpoint:
         """Return the same route with another handler."""
-        endpoint = copy(self)
-        endpoint.handler = handler
-        return endpoint
+        return replace(self, handler=handler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ApiError for every error before the answer has begun."""
@@ -619,18 +604,9 @@ class Endpoint:
                 gone.exception()
 
 
-def get(
-    path: str,
-    handler: Handler,
-    summary: str = "",
-    more_statuses: tuple[str, ...] = (),
-    media: str = "application/json",
-    has_key: bool = True,
-    aliases: tuple[str, ...] = (),
-    model: ModelKind = "text",
-) -> Endpoint:
-    """Return a route without a body; see ``Endpoint``."""
-    return Endpoint("GET", path, handler, summary, more_statuses, None, media, has_key, aliases, model=model)
+# Routes without a body.
+get = partial(Endpoint, "GET")
+delete = partial(Endpoint, "DELETE")
 
 
 def post(
@@ -650,17 +626,7 @@ def post(
     async def decoded(exchange: Exchange) -> Response:
         return await handler(exchange, await exchange.decode(decoder))
 
-    return Endpoint(
-        method,
-        path,
-        decoded,
-        summary,
-        more_statuses,
-        body,
-        aliases=aliases,
-        stream_media=stream_media,
-        model=model,
-    )
+    return Endpoint(method, path, decoded, summary, more_statuses, aliases, stream_media, model, body)
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llamapipe.results import ChatChoice, ChatDelta
 from llamapipe.server._times import RequestTimes
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.json_bytes import typed_event
 
 _STOP_REASONS = {
@@ -18,10 +18,8 @@ _STOP_REASONS = {
 }
 
 
-class AnthropicEncoder:
+class AnthropicEncoder(Encoder[ChatDelta]):
     """The answer to one request, complete or streamed. A stream has content blocks, one of which is open at a time."""
-
-    prompt_at: PromptAt = None
 
     def __init__(self, call_id: str, model: str, times: RequestTimes) -> None:
         self._id = call_id

@@ -12,15 +12,7 @@ from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import Tools, custom_input
 from llamapipe.server.dialects.encoder import Counts, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
-from llamapipe.server.dialects.openai_stream import (
-    DONE,
-    ChunkWriter,
-    Computing,
-    Format,
-    Progress,
-    common_fields,
-    usage,
-)
+from llamapipe.server.dialects.openai_stream import Computing, Format, OpenAiEncoder, common_fields, usage
 from llamapipe.server.json_bytes import encode_json
 
 _PROGRESS = b'{"index":%d,"delta":{"role":"assistant","content":null},"finish_reason":null}'
@@ -30,12 +22,11 @@ _BEGIN = (
 )
 
 
-class ChatEncoder:
+class ChatEncoder(OpenAiEncoder[ChatDelta]):
     """The answer to one request, complete or streamed.
 
-    ``vocab``: the model's vocabulary, for log-probabilities. ``tools``: how the client knows the tools that the model
-    calls. ``with_reasoning``: the answer includes the reasoning. ``running``: the streams, whose progress ``news``
-    reports.
+    ``tools``: how the client knows the tools that the model calls. ``with_reasoning``: the answer includes the
+    reasoning.
     """
 
     def __init__(
@@ -50,31 +41,18 @@ class ChatEncoder:
         with_reasoning: bool = True,
         running: Sequence[Computing | None] = (),
     ) -> None:
+        common = common_fields(call_id, "chat.completion", created, model)
+        super().__init__(common, "chat.completion.chunk", form, vocab, times, _PROGRESS, running)
         self.prompt_at: PromptAt = "begin" if form.token_ids else None
-        self._common = common_fields(call_id, "chat.completion", created, model)
-        self._form = form
-        self._vocab = vocab
-        self._times = times
         self._tools = tools
         self._with_reasoning = with_reasoning
-        event = {**self._common, "object": "chat.completion.chunk"}
-        self._writer = ChunkWriter(event, form.with_usage, form.padded)
-        self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
         # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
         self._held: dict[int, tuple[int, str, str, list[str]]] = {}
-
-    def __repr__(self) -> str:
-        return f"<ChatEncoder {self._common['id']}>"
 
     # ---- complete
     def whole(self, done: ChatCompletion, counts: Counts, prompt: Sequence[int] = ()) -> dict[str, Any]:
         """Return the complete answer. ``prompt``: the prompt's tokens, for a client that wants token ids."""
-        answer = {
-            **self._common,
-            "choices": [self._choice(choice) for choice in done.choices],
-            "usage": usage(counts, self._form.predicted),
-            "timings": self._times.timings(counts.n_prompt, counts.n_completion),
-        }
+        answer = self._whole([self._choice(choice) for choice in done.choices], counts)
         if self._form.token_ids:
             answer["prompt_token_ids"] = prompt
         return answer
@@ -111,15 +89,11 @@ class ChatEncoder:
         return {"id": call["id"], "type": "custom", "custom": custom}
 
     # ---- streamed
-    def news(self) -> bytes:
-        """Return the progress of the prompt, if it has changed."""
-        return b"" if self._progress is None else self._progress.news()
-
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the first event of a choice, which has the role and no text."""
         if self._form.continuous_usage:
             self._writer.set_usage(usage(counts))
-        last = b"" if self._progress is None else self._progress.last(index)
+        last = self._progress.last(index)
         if not self._form.token_ids:
             return last + self._writer.chunk(_BEGIN % index)
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -128,12 +102,7 @@ class ChatEncoder:
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the event for a part."""
-        form, timings = self._form, None
-        if form.continuous_usage:
-            self._writer.set_usage(usage(counts))
-        if form.timings_per_token or part.finish_reason is not None:
-            timings = self._times.timings(counts.n_prompt, counts.n_completion)
-        return self._writer.chunk(self._part(index, part), part.content, timings)
+        return self._chunk(self._part(index, part), part, part.content, counts)
 
     def _part(self, index: int, part: ChatDelta) -> bytes:
         if (
@@ -187,12 +156,6 @@ class ChatEncoder:
         index, call_id, name, arguments = self._held.pop(choice)
         custom = {"name": name, "input": custom_input("".join(arguments))}
         return {"index": index, "id": call_id, "type": "custom", "custom": custom}
-
-    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the usage, if the client wants it, and the end of the stream."""
-        if not self._form.with_usage:
-            return DONE
-        return self._writer.usage(usage(counts, self._form.predicted)) + DONE
 
 
 def _call_part(piece: ToolCallDelta) -> dict[str, Any]:

@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import Choice, Completion, Delta, TokenLogprob
 from llamapipe.server._times import RequestTimes
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.logprobs import CompletionLogprobs, prompt_logprobs
-from llamapipe.server.dialects.openai_stream import (
-    DONE,
-    ChunkWriter,
-    Computing,
-    Format,
-    Progress,
-    common_fields,
-    usage,
-)
+from llamapipe.server.dialects.openai_stream import Computing, Format, OpenAiEncoder, common_fields
 from llamapipe.server.json_bytes import encode_json
 from llamapipe.text.stream import TextOffsets, prompt_offsets
 
@@ -49,10 +41,8 @@ class Shown(NamedTuple):
     is_empty: bool = False
 
 
-class CompletionEncoder:
+class CompletionEncoder(OpenAiEncoder[Delta]):
     """The answer to one request, complete or streamed. Choice ``index`` belongs to prompt ``index // n``."""
-
-    prompt_at: PromptAt = None
 
     def __init__(
         self,
@@ -66,20 +56,13 @@ class CompletionEncoder:
         times: RequestTimes,
         running: Sequence[Computing | None] = (),
     ) -> None:
-        self._common = common_fields(call_id, "text_completion", created, model)
-        self._form = form
+        common = common_fields(call_id, "text_completion", created, model)
+        super().__init__(common, "text_completion", form, vocab, times, _PROGRESS, running)
         self._shown = shown
         self._prompts = prompts
-        self._vocab = vocab
-        self._times = times
-        self._writer = ChunkWriter(self._common, form.with_usage, form.padded)
-        self._progress = Progress(self._writer, _PROGRESS, running) if form.with_progress else None
         self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of each streamed choice
         self._begun: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"<CompletionEncoder {self._common['id']}>"
 
     # ---- complete
     def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
@@ -90,12 +73,7 @@ class CompletionEncoder:
             for i, completion in enumerate(done)
             for j, choice in enumerate(_best(completion, n))
         ]
-        return {
-            **self._common,
-            "choices": choices,
-            "usage": usage(counts, self._form.predicted),
-            "timings": self._times.timings(counts.n_prompt, counts.n_completion),
-        }
+        return self._whole(choices, counts)
 
     def _choice(self, completion: Completion, choice: Choice, index: int) -> dict[str, Any]:
         shown, i = self._shown, index // self._prompts.n
@@ -151,10 +129,6 @@ class CompletionEncoder:
         return self._vocab.detokenize(self._prompts.tokens[i], remove_special=True)
 
     # ---- streamed
-    def news(self) -> bytes:
-        """Return the progress of the prompts, if it has changed."""
-        return b"" if self._progress is None else self._progress.news()
-
     def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
         """Return the prompt of a choice, with the log-probabilities of its tokens, before anything else."""
         i = index // self._prompts.n
@@ -164,7 +138,7 @@ class CompletionEncoder:
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the final progress of the prompt, if the client wants it."""
-        return b"" if self._progress is None else self._progress.last(index)
+        return self._progress.last(index)
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
         """Return the event for a part; none for an incomplete character."""
@@ -173,9 +147,7 @@ class CompletionEncoder:
             return self._writer.chunk(_stream_choice(index, "", None, "length"))
         if not (part.text or part.finish_reason is not None or part.logprobs is not None or form.token_ids):
             return b""
-        if form.continuous_usage:
-            self._writer.set_usage(usage(counts))
-        logprobs = ids = timings = None
+        logprobs = ids = None
         if part.logprobs is not None and self._shown.logprobs is not None:
             logprobs = self._streamed(index).of(part.logprobs)
         if form.token_ids:
@@ -183,21 +155,13 @@ class CompletionEncoder:
             if index not in self._begun:
                 self._begun.add(index)
                 ids["prompt_token_ids"] = tuple(self._prompts.tokens[index // self._prompts.n])
-        if form.timings_per_token or part.finish_reason is not None:
-            timings = self._times.timings(counts.n_prompt, counts.n_completion)
         choice = _stream_choice(index, part.text, logprobs, part.finish_reason, ids)
-        return self._writer.chunk(choice, part.text, timings)
+        return self._chunk(choice, part, part.text, counts)
 
     def _streamed(self, index: int) -> CompletionLogprobs:
         if index not in self._logprobs:
             self._logprobs[index] = self._logprobs_of(index // self._prompts.n)
         return self._logprobs[index]
-
-    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the usage, if the client wants it, and the end of the stream."""
-        if not self._form.with_usage:
-            return DONE
-        return self._writer.usage(usage(counts, self._form.predicted)) + DONE
 
 
 def _stream_choice(

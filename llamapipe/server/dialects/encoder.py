@@ -31,13 +31,16 @@ class Encoder(Protocol[Part_contra]):
     ``prompt_at``: when the encoder gets the prompt's tokens, if at all.
     """
 
-    prompt_at: PromptAt
+    prompt_at: PromptAt = None
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Begin choice ``index``, which has its first token: write its role, before the first part."""
+        """Begin choice ``index``, which has its first token: write its role, unless its parts do."""
+        return b""
 
     def part(self, index: int, part: Part_contra, counts: Counts) -> bytes:
         """Write a part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""
+        raise NotImplementedError
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
         """End the stream: all choices are complete."""
+        return b""

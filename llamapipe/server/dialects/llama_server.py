@@ -11,9 +11,9 @@ from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta, FinishReason, TokenLogprob
 from llamapipe.server._times import timings
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.dialects.logprobs import chat_logprobs
-from llamapipe.server.dialects.openai_stream import progress_fields
+from llamapipe.server.dialects.openai_stream import Computing, Progress, progress_fields
 from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
 
@@ -37,22 +37,16 @@ class Form(NamedTuple):
     is_empty: bool = False
 
 
-class Running(Protocol):
+class Running(Computing, Protocol):
     """A stream of the engine."""
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed."""
 
     @property
     def n_cached_tokens(self) -> int:
         """The number of cached tokens of its prompt."""
 
 
-class LlamaServerEncoder:
+class LlamaServerEncoder(Encoder[Delta]):
     """The answer to one request. ``prompts``, ``texts``: of each choice; a text is read when its choice ends."""
-
-    prompt_at: PromptAt = None
 
     def __init__(
         self,
@@ -71,6 +65,7 @@ class LlamaServerEncoder:
         self._texts = texts
         self._vocab = vocab
         self._running = running
+        self._progress = Progress(self._told, running if form.with_progress else ())
         self._clock = clock
         began_at = clock()
         self._choices = [_Choice(tokens, began_at) for tokens in prompts]
@@ -114,16 +109,10 @@ class LlamaServerEncoder:
 
     def news(self) -> bytes:
         """Return events for the prompts whose progress has changed."""
-        events = b""
-        for index, choice in enumerate(self._choices if self._form.with_progress else ()):
-            stream = self._running[index]
-            progress = None if stream is None else stream.prompt_progress
-            for n_done in () if progress is None else sorted({progress.n_cached_tokens, progress.n_done}):
-                if progress is not None and choice.n_told < n_done:
-                    choice.n_told = n_done
-                    fields = progress_fields(progress._replace(n_done=n_done))
-                    events += event(self._partial(index) | {"prompt_progress": fields})
-        return events
+        return self._progress.news()
+
+    def _told(self, index: int, progress: PromptProgress) -> bytes:
+        return event(self._partial(index) | {"prompt_progress": progress_fields(progress)})
 
     def _partial(
         self,
@@ -192,7 +181,6 @@ class _Choice:
         self.began_at = began_at
         self.first_at = self.prompt_s = 0.0
         self.last_at: float | None = None
-        self.n_told = -1  # tokens of the prompt, in events of progress
 
     def take(self, part: Delta) -> None:
         self.text.append(part.text)

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamapipe.results import Completion, Delta
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.dialects.openai_stream import DONE, ChunkWriter, usage
 from llamapipe.server.json_bytes import encode_json
 
 
-class FimEncoder:
-    """The answer to one request, complete or streamed."""
-
-    prompt_at: PromptAt = None
+class FimEncoder(Encoder[Delta]):
+    """The answer to one request, complete or streamed. The first event with text carries the role."""
 
     def __init__(self, call_id: str, model: str, created: int) -> None:
         self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
@@ -29,10 +27,6 @@ class FimEncoder:
         message = {"role": "assistant", "content": done.text, "tool_calls": None, "prefix": False}
         choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
         return {**self._common, "choices": [choice], "usage": usage(counts)}
-
-    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return no event: the first one with text carries the role."""
-        return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
         """Return the event for a part; the last event carries the usage."""

@@ -10,12 +10,12 @@ from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatDelta, Delta, TokenLogprob
 from llamapipe.server._times import RequestTimes
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts, Encoder, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
 from llamapipe.server.json_bytes import encode_json, line
 
 
-class OllamaEncoder:
+class OllamaEncoder(Encoder[Any]):
     """The answer to one request: a line for each part, or with ``is_whole`` a single object at the end.
 
     ``is_chat``: for ``/api/chat``, otherwise for ``/api/generate``. ``is_empty``: the request asks for no tokens.
@@ -53,10 +53,6 @@ class OllamaEncoder:
 
     def __repr__(self) -> str:
         return f"<OllamaEncoder {self._model} n_tokens={len(self._token_ids)}>"
-
-    def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return nothing: each line has the role."""
-        return b""
 
     def part(self, index: int, part: ChatDelta | Delta, counts: Counts) -> bytes:
         """Return the line for a part; none if the part has no text or is incomplete."""

@@ -1,15 +1,18 @@
-"""Helpers shared by OpenAI's two older APIs: the chunks of a stream, usage, progress."""
+"""What the encoders of OpenAI's two older APIs share: the chunks of a stream, usage, progress."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import llamapipe
+from llamapipe.llama.vocab import Vocab
 from llamapipe.native.load import build_info
-from llamapipe.server.dialects.encoder import Counts
+from llamapipe.results import ChatDelta, Delta
+from llamapipe.server._times import RequestTimes
+from llamapipe.server.dialects.encoder import Counts, Encoder, Part_contra
 from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
 
@@ -123,13 +126,14 @@ class Computing(Protocol):
 class Progress:
     """Reports how much of the prompts of a stream's choices is computed.
 
-    ``choice``: the JSON of a choice without text, with ``%d`` for its index. ``running``: the streams, each None until
-    it is submitted.
+    ``write``: returns the event for a choice, given by its index. ``running``: the streams, each None until it is
+    submitted; empty if the client wants no progress.
     """
 
-    def __init__(self, writer: ChunkWriter, choice: bytes, running: Sequence[Computing | None]) -> None:
-        self._writer = writer
-        self._choice = choice
+    def __init__(
+        self, write: Callable[[int, PromptProgress], bytes], running: Sequence[Computing | None]
+    ) -> None:
+        self._write = write
         self._running = running
         self._told: dict[int, int] = {}  # tokens, by the index of the choice
 
@@ -150,16 +154,75 @@ class Progress:
         for n_done in sorted({progress.n_cached_tokens, progress.n_done}):
             if self._told.get(index, -1) < n_done:
                 self._told[index] = n_done
-                events += self._writer.progress(self._choice % index, progress._replace(n_done=n_done))
+                events += self._write(index, progress._replace(n_done=n_done))
         return events
 
     def last(self, index: int) -> bytes:
         """Return the event for a choice whose whole prompt is computed."""
-        stream = self._running[index]
+        stream = self._running[index] if self._running else None
         progress = None if stream is None else stream.prompt_progress
-        return (
-            b"" if progress is None else self._upto(index, progress._replace(n_done=progress.n_prompt_tokens))
+        if progress is None:
+            return b""
+        return self._upto(index, progress._replace(n_done=progress.n_prompt_tokens))
+
+
+class OpenAiEncoder(Encoder[Part_contra]):
+    """What the encoders of the two APIs share.
+
+    ``common``: the fields of a complete answer other than choices. ``kind``: the ``object`` of an event. ``vocab``: the
+    model's vocabulary, for log-probabilities. ``choice``: the JSON of a choice without text, with ``%d`` for its index.
+    ``running``: the streams, whose progress ``news`` reports.
+    """
+
+    def __init__(
+        self,
+        common: dict[str, Any],
+        kind: str,
+        form: Format,
+        vocab: Vocab,
+        times: RequestTimes,
+        choice: bytes,
+        running: Sequence[Computing | None],
+    ) -> None:
+        self._common = common
+        self._form = form
+        self._vocab = vocab
+        self._times = times
+        self._writer = writer = ChunkWriter({**common, "object": kind}, form.with_usage, form.padded)
+        self._progress = Progress(
+            lambda index, progress: writer.progress(choice % index, progress),
+            running if form.with_progress else (),
         )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._common['id']}>"
+
+    def news(self) -> bytes:
+        """Return the progress of the prompts, if the client wants it and it has changed."""
+        return self._progress.news()
+
+    def _whole(self, choices: list[dict[str, Any]], counts: Counts) -> dict[str, Any]:
+        return {
+            **self._common,
+            "choices": choices,
+            "usage": usage(counts, self._form.predicted),
+            "timings": self._times.timings(counts.n_prompt, counts.n_completion),
+        }
+
+    def _chunk(self, choice: bytes, part: ChatDelta | Delta, text: str, counts: Counts) -> bytes:
+        """Return the event for a part, given as encoded JSON and by its text."""
+        form, timings = self._form, None
+        if form.continuous_usage:
+            self._writer.set_usage(usage(counts))
+        if form.timings_per_token or part.finish_reason is not None:
+            timings = self._times.timings(counts.n_prompt, counts.n_completion)
+        return self._writer.chunk(choice, text, timings)
+
+    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
+        """Return the usage, if the client wants it, and the end of the stream."""
+        if not self._form.with_usage:
+            return DONE
+        return self._writer.usage(usage(counts, self._form.predicted)) + DONE
 
 
 def usage(counts: Counts, predicted: bool = False) -> dict[str, Any]:

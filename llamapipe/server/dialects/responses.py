@@ -11,7 +11,7 @@ from llamapipe.llama.vocab import Vocab
 from llamapipe.results import ChatDelta
 from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import ClientName, Tools, custom_input
-from llamapipe.server.dialects.encoder import Counts, PromptAt
+from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.dialects.logprobs import chat_logprobs
 from llamapipe.server.json_bytes import typed_event
 
@@ -28,7 +28,7 @@ _ID_PREFIXES = {
 }
 
 
-class ResponsesEncoder:
+class ResponsesEncoder(Encoder[ChatDelta]):
     """The answer to one request, complete or streamed. Its output has items, one of which is open at a time.
 
     The server may run tools and let the model continue; then the parts of several texts follow each other, and the
@@ -37,8 +37,6 @@ class ResponsesEncoder:
     otherwise no bytes are returned. ``tools``: how the client knows the tools that the model calls. ``needs_client``:
     the client must run or approve a call. ``n_output``: the number of tokens so far.
     """
-
-    prompt_at: PromptAt = None
 
     def __init__(
         self,
@@ -138,12 +136,11 @@ class ResponsesEncoder:
         self.finish_reason = part.finish_reason
         return events if part.finish_reason in (None, "cancelled") else events + self.close()
 
-    def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return nothing: the model may continue, and the last event must be stored before it is sent. See ``last``."""
-        return b""
-
     def last(self, response: Mapping[str, Any]) -> bytes:
-        """Return the end of the stream, with the whole response and llama-server's ``timings``."""
+        """Return the end of the stream, with the whole response and llama-server's ``timings``.
+
+        It is not ``end``, because the model may continue, and the response is stored before this event is sent.
+        """
         times = {}
         if self._times.was_computed:
             times["timings"] = self._times.timings(response["usage"]["input_tokens"], self.n_output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import httpx2
@@ -21,23 +21,15 @@ _MOST_BODY = 2**26  # bytes of one answer; those of a stream of events without a
 _CONNECT_S = 10.0
 
 
-def over_http(
+@asynccontextmanager
+async def over_http(
     url: str, headers: Mapping[str, str], hosts: Sequence[str] | None = None
-) -> AbstractAsyncContextManager[TransportStreams]:
+) -> AsyncIterator[TransportStreams]:
     """Open a transport to the server at an address. The package follows redirects only within the same host.
 
     ``hosts``: the hosts that clients may name, if a client named this address; None if the operator did.
     """
-    inner: httpx2.AsyncBaseTransport = httpx2.AsyncHTTPTransport()
-    if hosts is not None:
-        inner = _Checked(inner, hosts)
-    return _over(url, headers, _Limited(inner, _MOST_BODY))
-
-
-@asynccontextmanager
-async def _over(
-    url: str, headers: Mapping[str, str], transport: httpx2.AsyncBaseTransport
-) -> AsyncIterator[TransportStreams]:
+    transport = _Limited() if hosts is None else _Checked(hosts)
     written = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     timeout = httpx2.Timeout(_CONNECT_S, read=None)  # the session has a time for each request
     async with (
@@ -49,15 +41,27 @@ async def _over(
         yield streams
 
 
-class _Checked(httpx2.AsyncBaseTransport):
+class _Limited(httpx2.AsyncHTTPTransport):
+    """Ends an answer that is too large."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request."""
+        response = await super().handle_async_request(request)
+        if request.method != "GET":
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _LimitedStream(response.stream)
+        return response
+
+
+class _Checked(_Limited):
     """Connects only to hosts that clients may name, at checked addresses; redirected requests are checked, too."""
 
-    def __init__(self, inner: httpx2.AsyncBaseTransport, hosts: Sequence[str]) -> None:
-        self._inner = inner
+    def __init__(self, hosts: Sequence[str]) -> None:
+        super().__init__()
         self._hosts = hosts
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request with the inner transport. Raises ConnectError if the host is refused."""
+        """Send a request. Raises ConnectError if the host is refused."""
         try:
             host, port = allowed_host(urlsplit(str(request.url)), self._hosts, "--mcp-url HOST")
             address = await asyncio.to_thread(address_of, host, port)
@@ -70,44 +74,19 @@ class _Checked(httpx2.AsyncBaseTransport):
             stream=request.stream,
             extensions={**request.extensions, "sni_hostname": host},
         )
-        return await self._inner.handle_async_request(checked)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._inner.aclose()
-
-
-class _Limited(httpx2.AsyncBaseTransport):
-    """Ends an answer that is too large."""
-
-    def __init__(self, inner: httpx2.AsyncBaseTransport, most: int) -> None:
-        self._inner = inner
-        self._most = most
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request with the inner transport."""
-        response = await self._inner.handle_async_request(request)
-        if request.method != "GET":
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _LimitedStream(response.stream, self._most)
-        return response
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._inner.aclose()
+        return await super().handle_async_request(checked)
 
 
 class _LimitedStream(httpx2.AsyncByteStream):
-    def __init__(self, inner: httpx2.AsyncByteStream, most: int) -> None:
+    def __init__(self, inner: httpx2.AsyncByteStream) -> None:
         self._inner = inner
-        self._most = most
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         n = 0
         async for part in self._inner:
             n += len(part)
-            if n > self._most:
-                raise httpx2.ReadError(f"the host sends more than {self._most} bytes")
+            if n > _MOST_BODY:
+                raise httpx2.ReadError(f"the host sends more than {_MOST_BODY} bytes")
             yield part
 
     async def aclose(self) -> None:

@@ -169,14 +169,10 @@ class McpTools:
         if not self.wanted or not isinstance(tool_choice, Mapping):
             return tool_choice
         if tool_choice.get("type") == "mcp":
-            label, name = tool_choice.get("server_label"), tool_choice.get("name")
-            if name is not None:
-                return {"type": "function", "name": name, "namespace": label}
-            return {
-                "type": "allowed_tools",
-                "mode": "required",
-                "tools": [{"type": "namespace", "name": label}],
-            }
+            tool = _allowed(tool_choice)
+            if tool["type"] == "function":
+                return tool
+            return {"type": "allowed_tools", "mode": "required", "tools": [tool]}
         tools = tool_choice.get("tools")
         if tool_choice.get("type") == "allowed_tools" and isinstance(tools, list):
             return {**tool_choice, "tools": [_allowed(tool) for tool in tools]}
@@ -205,7 +201,7 @@ class McpTools:
         item = {"server_label": label, "name": known.name, "arguments": ""}
         if offered.wanted.needs_approval(offered.tools[known.name]):
             return {"type": "mcp_approval_request", **item}
-        return {"type": "mcp_call", **item, "approval_request_id": None, "output": None, "error": None}
+        return _to_run(item, None)
 
     def approved(self, items: Sequence[Item]) -> list[Item]:
         """Return the calls that the client has approved and that have not been run yet. Raises ApiError 400."""
@@ -239,17 +235,8 @@ class McpTools:
                     "the request does not have in tools",
                     "tools",
                 )
-            calls.append(
-                {
-                    "type": "mcp_call",
-                    "server_label": label,
-                    "name": name,
-                    "arguments": arguments if isinstance(arguments, str) else "",
-                    "approval_request_id": asked,
-                    "output": None,
-                    "error": None,
-                }
-            )
+            arguments = arguments if isinstance(arguments, str) else ""
+            calls.append(_to_run({"server_label": label, "name": name, "arguments": arguments}, asked))
         return calls
 
     async def run(self, item: Item, most: int | None) -> None:
@@ -260,21 +247,19 @@ class McpTools:
         limit = self._most(most)
         self.n_calls += 1
         if self.n_calls > limit:
-            error = f"not run: {limit} calls of tools are the limit for one answer"
-            _put(item, None, {"type": "mcp_protocol_error", "code": -32600, "message": error})
+            _fail(item, -32600, f"not run: {limit} calls of tools are the limit for one answer")
             return
         try:
             # What JSON cannot say, such as NaN and halves of characters, would end the connection of all clients.
             arguments = msgspec.json.decode(item["arguments"] or "{}", type=dict[str, Any])
         except (ValueError, RecursionError) as e:
-            message = f"the arguments cannot be read: {e}"
-            _put(item, None, {"type": "mcp_protocol_error", "code": -32602, "message": message})
+            _fail(item, -32602, f"the arguments cannot be read: {e}")
             return
         try:
             server = self.offered[item["server_label"]].wanted.server
             result = await self._exchange.server.ask_tools(server.call(item["name"], arguments))
         except McpError as e:
-            _put(item, None, {"type": "mcp_protocol_error", "code": e.code, "message": e.message})
+            _fail(item, e.code, e.message)
             return
         self._keep_images(item, result)
         text = _text_of(result, self._exchange.server.settings.max_mcp_characters)
@@ -510,6 +495,10 @@ def _allowed(tool: Any) -> Any:
 
 
 # ---- calls and results
+def _to_run(call: Item, asked: str | None) -> Item:
+    return {"type": "mcp_call", **call, "approval_request_id": asked, "output": None, "error": None}
+
+
 def _call_of(item: Mapping[str, Any]) -> Item:
     return {
         "type": "function_call",
@@ -538,6 +527,10 @@ def _output_of(item: Mapping[str, Any]) -> str:
 
 def _put(item: Item, output: str | None, error: dict[str, Any] | None) -> None:
     item |= {"output": output, "error": error, "status": "completed" if error is None else "failed"}
+
+
+def _fail(item: Item, code: int, message: str) -> None:
+    _put(item, None, {"type": "mcp_protocol_error", "code": code, "message": message})
 
 
 def _part_of(image: Image) -> dict[str, Any]:

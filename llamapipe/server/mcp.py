@@ -21,7 +21,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -107,11 +107,6 @@ class McpServers(Protocol):
         """End the servers that this object owns. Any thread may call it. A second call does nothing."""
 
 
-def labels_of(entries: Mapping[str, McpEntry]) -> dict[str, str | None]:
-    """Return the address of each server, None for a child process."""
-    return {label: entry.url if isinstance(entry, HttpServer) else None for label, entry in entries.items()}
-
-
 class LocalServers:
     """The servers of this process; see ``McpServers``. They start with ``start``, without waiting.
 
@@ -122,7 +117,9 @@ class LocalServers:
     def __init__(
         self, entries: Mapping[str, McpEntry], timeout_s: float, start_s: float | None = None
     ) -> None:
-        self.labels = labels_of(entries)
+        self.labels = {
+            label: entry.url if isinstance(entry, HttpServer) else None for label, entry in entries.items()
+        }
         self._thread = LoopThread("llamapipe-mcp")
         self._connections = {label: Connection(entry, timeout_s, start_s) for label, entry in entries.items()}
 
@@ -151,19 +148,6 @@ class LocalServers:
         self._thread.close([connection.close for connection in self._connections.values()])
 
 
-class McpServer(Protocol):
-    """One server, for the requests of a client."""
-
-    async def tools(self) -> Sequence[Tool]:
-        """See ``McpServers.tools``."""
-
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """See ``McpServers.call``."""
-
-    def end(self) -> None:
-        """Note that the client no longer needs the server. Does not wait."""
-
-
 class ListedServer:
     """A server of the operator's file, which all requests share."""
 
@@ -183,7 +167,7 @@ class ListedServer:
         return await self._servers.call(self._label, tool, arguments)
 
     def end(self) -> None:
-        """Do nothing."""
+        """Do nothing: other requests may need the server."""
 
 
 class RemoteServers:
@@ -212,7 +196,7 @@ class RemoteServers:
 
 
 class RemoteServer:
-    """One of ``RemoteServers``; see ``McpServer``. It is in ``used`` from its first request until its end."""
+    """One of ``RemoteServers``. It is in ``used`` from its first request until its end."""
 
     def __init__(self, thread: LoopThread, connection: Connection, used: set[RemoteServer]) -> None:
         self.connection = connection
@@ -233,11 +217,15 @@ class RemoteServer:
         return await self._thread.run(self.connection.call(tool, arguments))
 
     def end(self) -> None:
-        """See ``McpServer.end``."""
+        """Note that the client no longer needs the server. Does not wait."""
         if self in self._used:
             self._used.discard(self)
             with suppress(McpError):  # all of them have ended
                 self._thread.begin(self.connection.close())
+
+
+# A server for the requests of one client.
+McpServer = ListedServer | RemoteServer
 
 
 class LoopThread:
@@ -418,10 +406,8 @@ class _Life:
             from mcp import Client
             from mcp.types import Implementation
 
-            transport = self._new_transport()
-            self._stdio = transport if isinstance(transport, _Stdio) else None
             async with Client(
-                transport,
+                self._new_transport(),
                 read_timeout_seconds=self._start_s,
                 message_handler=self._notified,
                 client_info=Implementation(name="llamapipe", version=llamapipe.__version__),
@@ -455,7 +441,8 @@ class _Life:
 
     def _new_transport(self) -> Transport:
         if isinstance(self._entry, StdioServer):
-            return _Stdio(self._entry)
+            self._stdio = _Stdio(self._entry)
+            return self._stdio.running()
         from llamapipe.server._mcp_http import over_http
 
         return over_http(self._entry.url, self._entry.headers, self._hosts)
@@ -605,7 +592,7 @@ def _result(answer: Any) -> Result:
 
 # ---- child processes
 class _Stdio:
-    """A child process that speaks MCP on its standard input and output, as a transport of the package ``mcp``.
+    """A child process that speaks MCP on its standard input and output.
 
     ``ended``: set when the child has closed its output or broken a rule. ``problem``: the rule that it broke.
     ``read_at``: when its last message arrived.
@@ -619,7 +606,6 @@ class _Stdio:
         self._stderr = b""
         self._n_unasked = self._n_garbage = 0
         self._is_ending = False
-        self._exit = AsyncExitStack()
 
     def __repr__(self) -> str:
         return f"<_Stdio {self._entry.label}>"
@@ -629,14 +615,9 @@ class _Stdio:
         text = self._stderr.decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
-    async def __aenter__(self) -> TransportStreams:
-        return await self._exit.enter_async_context(self._running())
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._exit.aclose()
-
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[TransportStreams]:
+    async def running(self) -> AsyncIterator[TransportStreams]:
+        """Run the child, as a transport of the package ``mcp``."""
         import anyio
         from mcp.shared.message import SessionMessage
 

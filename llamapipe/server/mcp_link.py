@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,21 +93,16 @@ def listening(servers: LocalServers) -> Iterator[Path]:
     """Open the socket at which other processes of this user ask these servers. Raises OSError."""
     with TemporaryDirectory(prefix="llamapipe-") as folder:  # its path is short, as that of a socket must be
         path = Path(folder) / "mcp"
-        listener = servers.begin(_listen(servers, path)).result()
+        serving = partial(_serve, servers)
+        listener = servers.begin(asyncio.start_unix_server(serving, path, limit=_MOST_LINE)).result()
+
+        async def end() -> None:
+            listener.close()
+
         try:
             yield path
         finally:
-            servers.begin(_end(listener)).result()
-
-
-async def _listen(servers: LocalServers, path: Path) -> asyncio.AbstractServer:
-    return await asyncio.start_unix_server(
-        lambda reader, writer: _serve(servers, reader, writer), path, limit=_MOST_LINE
-    )
-
-
-async def _end(listener: asyncio.AbstractServer) -> None:
-    listener.close()
+            servers.begin(end()).result()
 
 
 async def _serve(servers: LocalServers, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

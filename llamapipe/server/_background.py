@@ -308,19 +308,24 @@ def check(exchange: Exchange, stores: bool | None) -> None:
 
 async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any], is_stream: bool) -> Response:
     """Answer a request whose run is stored: with the response so far, or with its stream."""
-    background = exchange.gate.background
-    if background is not None:
-        background.start()
-        background.wake()
+    wake(exchange)
     if is_stream:
         return EventStream(exchange, follow(exchange, answer_id, -1))
     return JsonResponse(response)
 
 
+def wake(exchange: Exchange) -> None:
+    """Let what was stored be computed, or stopped."""
+    background = exchange.gate.background
+    if background is not None:
+        background.start()
+        background.wake()
+
+
 async def cancel(exchange: Exchange) -> Response:
     """``POST /v1/responses/{id}/cancel``: cancels an answer in the background. One that has ended is not changed."""
-    answer_id = exchange.path_params["id"]
-    body, is_background = await write(exchange, Runs(store_of(exchange)).cancel, answer_id)
+    answer_id, store = exchange.path_params["id"], store_of(exchange)
+    body, is_background = await write(exchange, store, Runs(store).cancel, answer_id)
     if not is_background:
         raise ApiError(400, "only an answer with background: true can be cancelled", "id")
     background = exchange.gate.background
@@ -332,10 +337,11 @@ async def cancel(exchange: Exchange) -> Response:
 
 async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer's stream that follow event ``after``, until the stream or the server ends."""
-    runs, background = Runs(store_of(exchange)), exchange.gate.background
+    store, background = store_of(exchange), exchange.gate.background
+    runs = Runs(store)
     goes_on = True
     while True:
-        told = await read(exchange, runs.told, answer_id, after)
+        told = await read(exchange, store, runs.told, answer_id, after)
         if told is None:
             raise ApiError(400, "the answer has no stream: it was asked for without stream: true", "stream")
         if after > told.n_final:

@@ -6,7 +6,7 @@ answers them itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -50,8 +50,8 @@ async def get_response(exchange: Exchange) -> Response:
     """``GET /v1/responses/{id}``; with ``stream``, the events of a background answer."""
     store = store_of(exchange)
     parameters = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
-    after = parameters.get("starting_after", [None])[-1]
-    if parameters.get("stream", ["false"])[-1].lower() not in ("false", "0"):
+    after = parameters.get("starting_after")
+    if parameters.get("stream", "false").lower() not in ("false", "0"):
         if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
@@ -60,20 +60,19 @@ async def get_response(exchange: Exchange) -> Response:
         return EventStream(exchange, follow(exchange, answer_id, -1 if after is None else int(after)))
     if after is not None:
         raise ApiError(400, "starting_after needs stream=true", "starting_after")
-    return JsonResponse(await read(exchange, store.answer, exchange.path_params["id"]))
+    return JsonResponse(await read(exchange, store, store.answer, exchange.path_params["id"]))
 
 
 async def delete_response(exchange: Exchange) -> Response:
     """``DELETE /v1/responses/{id}``: deletes an answer for good."""
-    answer_id = exchange.path_params["id"]
-    await write(exchange, store_of(exchange).delete_answer, answer_id)
+    store, answer_id = store_of(exchange), exchange.path_params["id"]
+    await write(exchange, store, store.delete_answer, answer_id)
     return JsonResponse({"id": answer_id, "object": "response", "deleted": True})
 
 
 async def input_items(exchange: Exchange) -> Response:
     """``GET /v1/responses/{id}/input_items``: the answer's input, including what it continued."""
-    store = store_of(exchange)
-    return await _listed(exchange, store.input_items)
+    return await _listed(exchange, store_of(exchange).input_items)
 
 
 # ---- conversations
@@ -82,26 +81,27 @@ async def create(exchange: Exchange, request: ConversationRequest) -> Response:
     store = store_of(exchange)
     check_metadata(request.metadata)
     items = await _checked(exchange, request.items or [])
-    return JsonResponse(await write(exchange, store.add_conversation, request.metadata or {}, items))
+    return JsonResponse(await write(exchange, store, store.add_conversation, request.metadata or {}, items))
 
 
 async def get_conversation(exchange: Exchange) -> Response:
     """``GET /v1/conversations/{id}``."""
-    return JsonResponse(await read(exchange, store_of(exchange).conversation, exchange.path_params["id"]))
+    store = store_of(exchange)
+    return JsonResponse(await read(exchange, store, store.conversation, exchange.path_params["id"]))
 
 
 async def update(exchange: Exchange, request: MetadataRequest) -> Response:
     """``POST /v1/conversations/{id}``: replaces the metadata."""
-    store = store_of(exchange)
+    store, conversation_id = store_of(exchange), exchange.path_params["id"]
     check_metadata(request.metadata)
-    conversation_id = exchange.path_params["id"]
-    return JsonResponse(await write(exchange, store.change_conversation, conversation_id, request.metadata))
+    changed = await write(exchange, store, store.change_conversation, conversation_id, request.metadata)
+    return JsonResponse(changed)
 
 
 async def delete_conversation(exchange: Exchange) -> Response:
     """``DELETE /v1/conversations/{id}``: deletes it for good, with its items and the answers given in it."""
-    conversation_id = exchange.path_params["id"]
-    await write(exchange, store_of(exchange).delete_conversation, conversation_id)
+    store, conversation_id = store_of(exchange), exchange.path_params["id"]
+    await write(exchange, store, store.delete_conversation, conversation_id)
     return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -112,15 +112,12 @@ async def add_items(exchange: Exchange, request: ItemsRequest) -> Response:
     if not request.items:
         raise ApiError(400, "items is empty; give at least one", "items")
     items = await _checked(exchange, request.items)
-    return JsonResponse(
-        _list_of(await write(exchange, store.add_items, exchange.path_params["id"], items), False)
-    )
+    return listing(await write(exchange, store, store.add_items, exchange.path_params["id"], items), False)
 
 
 async def list_items(exchange: Exchange) -> Response:
     """``GET /v1/conversations/{id}/items``."""
-    store = store_of(exchange)
-    return await _listed(exchange, store.items)
+    return await _listed(exchange, store_of(exchange).items)
 
 
 async def get_item(exchange: Exchange) -> Response:
@@ -128,69 +125,60 @@ async def get_item(exchange: Exchange) -> Response:
     store = store_of(exchange)
     query(exchange, "include")
     ids = exchange.path_params["id"], exchange.path_params["item"]
-    return JsonResponse(await read(exchange, store.item, *ids))
+    return JsonResponse(await read(exchange, store, store.item, *ids))
 
 
 async def delete_item(exchange: Exchange) -> Response:
     """``DELETE /v1/conversations/{id}/items/{item}``: deletes an item for good and returns the conversation."""
-    ids = exchange.path_params["id"], exchange.path_params["item"]
-    return JsonResponse(await write(exchange, store_of(exchange).delete_item, *ids))
+    store, ids = store_of(exchange), (exchange.path_params["id"], exchange.path_params["item"])
+    return JsonResponse(await write(exchange, store, store.delete_item, *ids))
 
 
 # ---- what they share
 async def _listed(exchange: Exchange, function: Any) -> Response:
-    page = _page(
-        query(exchange, "include", "order", "after", "limit", "before"),
-        exchange.gate.settings.max_body_bytes,
-    )
-    items, has_more = await read(exchange, function, exchange.path_params["id"], page, param="after")
-    return JsonResponse(_list_of(items, has_more))
+    parameters = query(exchange, "include", "order", "after", "limit", "before")
+    page = page_of(parameters, 20, _MOST_LISTED)._replace(most_bytes=exchange.gate.settings.max_body_bytes)
+    path_id = exchange.path_params["id"]
+    return listing(*await read(exchange, store_of(exchange), function, path_id, page, param="after"))
 
 
-def _list_of(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": items,
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
-        "has_more": has_more,
-    }
+def listing(entries: Sequence[Item], has_more: bool) -> Response:
+    """Return a page of a list in the form of the API."""
+    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
+    fields = {"object": "list", "data": entries, "first_id": first, "last_id": last, "has_more": has_more}
+    return JsonResponse(fields)
 
 
-def query(exchange: Exchange, *known: str) -> dict[str, list[str]]:
-    """Return the query's parameters, and note the values of ``include`` that have no effect.
+def query(exchange: Exchange, *known: str) -> dict[str, str]:
+    """Return the query's parameters, the last value of each, and note those of ``include`` that have no effect.
 
     Raises ApiError 400 for an unknown one.
     """
-    parameters: dict[str, list[str]] = {}
+    parameters: dict[str, str] = {}
+    included: list[str] = []
     for written, value in exchange.query_params.multi_items():
         name = written.removesuffix("[]")
         if name not in known and name != "model":
             raise ApiError(
                 400, f"the query has an unknown field: {quoted(name)}{did_you_mean(name, known)}", name
             )
-        parameters.setdefault(name, []).append(value)
-    exchange.note_unused(tuple(f"include.{name}" for name in check_include(parameters.get("include", []))))
+        parameters[name] = value
+        included += [value] if name == "include" else []
+    exchange.note_unused(tuple(f"include.{name}" for name in check_include(included)))
     return parameters
 
 
-def _page(parameters: Mapping[str, Sequence[str]], most_bytes: int) -> Page:
-    """Return which items are wanted. Raises ApiError 400."""
-    order = parameters.get("order", ["desc"])[-1]
+def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
+    """Return which entries of a list are wanted; ``default``, ``most``: of ``limit``. Raises ApiError 400."""
+    order = parameters.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    limit = limit_of(parameters, 20, _MOST_LISTED)
-    if "before" in parameters:
-        raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
-    return Page(order == "asc", parameters.get("after", [None])[-1], limit, most_bytes)
-
-
-def limit_of(parameters: Mapping[str, Sequence[str]], default: int, most: int) -> int:
-    """Return the most entries that a list may have. Raises ApiError 400."""
-    text = parameters.get("limit", [str(default)])[-1]
+    text = parameters.get("limit", str(default))
     if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
         raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
-    return int(text)
+    if "before" in parameters:
+        raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
+    return Page(order == "asc", parameters.get("after"), int(text))
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
@@ -202,12 +190,10 @@ async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
     """Raise ApiError 400 for metadata beyond the API's limits."""
-    pairs: Iterable[tuple[str, str]] = (metadata or {}).items()
-    if len(metadata or ()) > _MOST_PAIRS:
-        raise ApiError(
-            400, f"metadata has {len(metadata or ())} pairs; it may have {_MOST_PAIRS}", "metadata"
-        )
-    for key, value in pairs:
+    metadata = metadata or {}
+    if len(metadata) > _MOST_PAIRS:
+        raise ApiError(400, f"metadata has {len(metadata)} pairs; it may have {_MOST_PAIRS}", "metadata")
+    for key, value in metadata.items():
         if len(key) > _MOST_OF_KEY or len(value) > _MOST_OF_VALUE:
             raise ApiError(
                 400,

@@ -23,9 +23,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import msgspec
-
-from llamapipe.chat.halves import whole_values
 from llamapipe.host import files
 from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.work.long_work import settle
@@ -69,8 +66,9 @@ class FullError(Exception):
 class Database:
     """One file, open until ``close``. Any thread may use it.
 
-    ``schema``, ``application``, ``version``: identify the kind of file. Raises OSError if the file cannot be used or
-    other users may read it, StoreError if it is damaged or of another kind.
+    ``writer``: the connection of the thread that writes; use it only inside ``write``. ``schema``, ``application``,
+    ``version``: identify the kind of file. Raises OSError if the file cannot be used or other users may read it,
+    StoreError if it is damaged or of another kind.
     """
 
     schema: ClassVar[str]
@@ -89,21 +87,21 @@ class Database:
         _check_file(path)
         self._file = _identity(path)
         try:
-            self._writer = _connected(path, _OPEN_S)
+            self.writer = _connected(path, _OPEN_S)
             try:
                 for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "secure_delete = ON",
                                "synchronous = NORMAL", "journal_size_limit = 16777216"):  # fmt: skip
-                    _execute_soon(self._writer, f"PRAGMA {pragma}")
+                    _execute_soon(self.writer, f"PRAGMA {pragma}")
                 self._prepare()
-                with self._transaction():
+                with _exclusive(self.writer):
                     self._tidy(at_start=True)
                 self._shrink()
             except BaseException:
-                self._writer.close()
+                self.writer.close()
                 raise
         except sqlite3.Error as e:
             raise StoreError(f"--store: {path}: {_problem(e)}") from e
-        self._writer.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
+        self.writer.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
         self._thread = threading.Thread(target=self._run, name="llamapipe-store", daemon=True)
         self._thread.start()
         close_at_exit(self)
@@ -142,11 +140,6 @@ class Database:
         finally:
             timer.cancel()
             future.cancel()
-
-    @property
-    def writer(self) -> sqlite3.Connection:
-        """The connection of the thread that writes; use it only inside ``write``."""
-        return self._writer
 
     def tell(self, error: StoreError) -> None:
         """Log a failure, at most once a minute."""
@@ -202,7 +195,7 @@ class Database:
     # ---- inside
     def _prepare(self) -> None:
         """Create the tables of a new file, and check an old one for damage. Raises StoreError."""
-        writer = self._writer
+        writer = self.writer
         with _exclusive(writer):
             n_tables = writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             marks = (writer.execute("PRAGMA application_id").fetchone()[0],
@@ -228,7 +221,7 @@ class Database:
 
     def _run(self) -> None:
         """Run the transactions: the work of the thread that writes."""
-        writer = self._writer
+        writer = self.writer
         try:
             while True:
                 try:
@@ -244,7 +237,7 @@ class Database:
                 try:
                     if _identity(self.path) != self._file:  # what is written would be lost
                         raise StoreError("the file was deleted or replaced while the server runs: restart it")
-                    with self._transaction():
+                    with _exclusive(writer):
                         result = job.function()
                         self._tidy()
                         if job.is_unwanted():
@@ -259,14 +252,9 @@ class Database:
         finally:
             writer.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with _exclusive(self._writer):
-            yield
-
     def _used_bytes(self) -> int:
         pages, free, size = (
-            self._writer.execute(f"PRAGMA {name}").fetchone()[0]
+            self.writer.execute(f"PRAGMA {name}").fetchone()[0]
             for name in ("page_count", "freelist_count", "page_size")
         )
         return int((pages - free) * size)
@@ -275,8 +263,8 @@ class Database:
         """Return free pages to the system, and overwrite the log of what was deleted on request."""
         if not self._checkpoint_is_due:
             return
-        self._writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
-        is_busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        self.writer.executescript("PRAGMA incremental_vacuum")  # execute() would free a single page
+        is_busy = self.writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         self._checkpoint_is_due = bool(is_busy)  # somebody reads: after the next transaction
 
 
@@ -308,13 +296,6 @@ def _passed_s() -> float:
 def _expire(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(StoreError(f"the disk did not take it within {_WAIT_S:g} seconds"))
-
-
-def encoded(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:  # what a model writes in JSON may have halves of characters
-        return msgspec.json.encode(whole_values(msgspec.to_builtins(value)))
 
 
 # ---- the file

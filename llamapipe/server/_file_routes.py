@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator
 
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from llamapipe._messages import listed, quoted
+from llamapipe.server._background import wake
 from llamapipe.server._batches import ENDPOINTS
-from llamapipe.server._conversations import check_metadata, limit_of, query
-from llamapipe.server._files import Files, InUseError
-from llamapipe.server._kept import NO_STORE, read_of, write_of
-from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server._conversations import check_metadata, listing, page_of, query
+from llamapipe.server._files import Files
+from llamapipe.server._kept import NO_STORE, read, write
+from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.transcriptions import form_parts
 
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-T = TypeVar("T")
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _MOST_NAME = 255
 _MOST_FILES, _MOST_BATCHES = 10_000, 100  # of a page: the API's limits
@@ -84,62 +80,44 @@ async def upload(exchange: Exchange) -> Response:
             ),
             "expires_after",
         )
-    file = await _write(exchange, files.add_file, name or "upload.jsonl", purpose, fields["file"], life_s)
-    return JsonResponse(file)
+    described = name or "upload.jsonl", purpose, fields["file"], life_s
+    return JsonResponse(await write(exchange, files, files.add_file, *described))
 
 
 async def list_files(exchange: Exchange) -> Response:
     """``GET /v1/files``."""
     files = _files_of(exchange)
     parameters = query(exchange, "after", "limit", "order", "purpose")
-    order, purpose = parameters.get("order", ["desc"])[-1], parameters.get("purpose", [None])[-1]
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    limit = limit_of(parameters, _MOST_FILES, _MOST_FILES)
-    after = parameters.get("after", [None])[-1]
-    page = await _read(exchange, files.files, purpose, after, limit, order == "asc", param="after")
-    return JsonResponse(_list_of(*page))
+    page = page_of(parameters, _MOST_FILES, _MOST_FILES)
+    wanted = parameters.get("purpose"), page.after, page.limit, page.is_ascending
+    return listing(*await read(exchange, files, files.files, *wanted, param="after"))
 
 
 async def get_file(exchange: Exchange) -> Response:
     """``GET /v1/files/{id}``."""
-    return JsonResponse(await _read(exchange, _files_of(exchange).file, exchange.path_params["id"]))
+    files = _files_of(exchange)
+    return JsonResponse(await read(exchange, files, files.file, exchange.path_params["id"]))
 
 
 async def delete_file(exchange: Exchange) -> Response:
     """``DELETE /v1/files/{id}``: deletes a file for good."""
-    file_id = exchange.path_params["id"]
-    await _write(exchange, _files_of(exchange).delete_file, file_id)
+    files, file_id = _files_of(exchange), exchange.path_params["id"]
+    await write(exchange, files, files.delete_file, file_id)
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 async def content(exchange: Exchange) -> Response:
     """``GET /v1/files/{id}/content``."""
     files, file_id = _files_of(exchange), exchange.path_params["id"]
-    described = await _read(exchange, files.file, file_id)
+    described = await read(exchange, files, files.file, file_id)
 
     async def parts() -> AsyncIterator[bytes]:
         after = -1
-        while chunk := await _read(exchange, files.content, file_id, after):
+        while chunk := await read(exchange, files, files.content, file_id, after):
             after = chunk[-1][0]
             yield b"".join(body for _, body in chunk)
 
-    return _Content(parts(), described["bytes"])
-
-
-class _Content(StreamingResponse):
-    """The bytes of a file. ``Endpoint`` cancels it when the client disconnects."""
-
-    def __init__(self, parts: AsyncIterator[bytes], n_bytes: int) -> None:
-        headers = {
-            "content-length": str(n_bytes),
-            "content-disposition": "attachment",
-            "x-content-type-options": "nosniff",
-        }
-        super().__init__(parts, headers=headers, media_type="application/octet-stream")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.stream_response(send)
+    return Download(parts(), {"content-length": str(described["bytes"])})
 
 
 # ---- batches
@@ -160,8 +138,9 @@ async def create_batch(exchange: Exchange, request: BatchRequest) -> Response:
             "completion_window",
         )
     results = request.output_expires_after
-    batch = await _write(
+    batch = await write(
         exchange,
+        files,
         files.add_batch,
         request.input_file_id,
         request.endpoint,
@@ -171,7 +150,7 @@ async def create_batch(exchange: Exchange, request: BatchRequest) -> Response:
         None if results is None else _life_s(results, "output_expires_after"),
         param="input_file_id",
     )
-    _wake(exchange)
+    wake(exchange)
     return JsonResponse(batch)
 
 
@@ -179,23 +158,21 @@ async def list_batches(exchange: Exchange) -> Response:
     """``GET /v1/batches``: the newest first."""
     files = _files_of(exchange)
     parameters = query(exchange, "after", "limit")
-    limit = limit_of(parameters, 20, _MOST_BATCHES)
-    return JsonResponse(
-        _list_of(
-            *await _read(exchange, files.batches, parameters.get("after", [None])[-1], limit, param="after")
-        )
-    )
+    page = page_of(parameters, 20, _MOST_BATCHES)
+    return listing(*await read(exchange, files, files.batches, page.after, page.limit, param="after"))
 
 
 async def get_batch(exchange: Exchange) -> Response:
     """``GET /v1/batches/{id}``."""
-    return JsonResponse(await _read(exchange, _files_of(exchange).batch, exchange.path_params["id"]))
+    files = _files_of(exchange)
+    return JsonResponse(await read(exchange, files, files.batch, exchange.path_params["id"]))
 
 
 async def cancel_batch(exchange: Exchange) -> Response:
     """``POST /v1/batches/{id}/cancel``: cancels a batch; results that it has are kept."""
-    batch = await _write(exchange, _files_of(exchange).cancel_batch, exchange.path_params["id"])
-    _wake(exchange)
+    files = _files_of(exchange)
+    batch = await write(exchange, files, files.cancel_batch, exchange.path_params["id"])
+    wake(exchange)
     return JsonResponse(batch)
 
 
@@ -205,40 +182,6 @@ def _files_of(exchange: Exchange) -> Files:
     if files is None:
         raise ApiError(404, NO_STORE, code="not_found")
     return files
-
-
-async def _read(
-    exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
-) -> T:
-    return await read_of(exchange, _files_of(exchange), function, *arguments, param=param)
-
-
-async def _write(
-    exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
-) -> T:
-    try:
-        return await write_of(exchange, _files_of(exchange), function, *arguments, param=param)
-    except InUseError:
-        raise ApiError(
-            400, "a batch that has not ended reads this file: cancel the batch first", "id"
-        ) from None
-
-
-def _wake(exchange: Exchange) -> None:
-    background = exchange.gate.background
-    if background is not None:
-        background.start()
-        background.wake()
-
-
-def _list_of(entries: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": entries,
-        "first_id": entries[0]["id"] if entries else None,
-        "last_id": entries[-1]["id"] if entries else None,
-        "has_more": has_more,
-    }
 
 
 def _text(fields: dict[str, bytes], name: str) -> str:

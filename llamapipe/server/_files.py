@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import Database, FullError, MissingError, encoded
+from llamapipe.server._database import Database, FullError, MissingError
 from llamapipe.server._runs import IS_DUE
+from llamapipe.server.json_bytes import encode_json
 
 MOST_ATTEMPTS = 5  # that bring no result
 MOST_WAITING = 100  # batches of an owner that have not ended
@@ -239,7 +240,16 @@ class Files(Database):
         self.writer.execute(
             "INSERT INTO batches (id, owner, input, output, errors, endpoint, status, expires_at, body) "
             "VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
-            (body["id"], owner, row["number"], output, errors, endpoint, body["expires_at"], encoded(body)),
+            (
+                body["id"],
+                owner,
+                row["number"],
+                output,
+                errors,
+                endpoint,
+                body["expires_at"],
+                encode_json(body),
+            ),
         )
         return self.batch(owner, str(body["id"]), self.writer)
 
@@ -448,7 +458,8 @@ class Files(Database):
             f"{status}_at": int(time.time()),
         }
         self.writer.execute(
-            "UPDATE batches SET status = ?, body = ? WHERE number = ?", (status, encoded(body), row["number"])
+            "UPDATE batches SET status = ?, body = ? WHERE number = ?",
+            (status, encode_json(body), row["number"]),
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamapipe._messages import quoted
 from llamapipe.server._database import Database, FullError, MissingError, StoreError
+from llamapipe.server._files import InUseError
 from llamapipe.server._runs import Runs
 from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
 from llamapipe.server.errors import QUOTA, ApiError
@@ -35,16 +36,9 @@ def store_of(exchange: Exchange) -> Store:
 
 
 async def read(
-    exchange: Exchange, function: Callable[..., T], *arguments: Any, param: str | None = None
-) -> T:
-    """Run the store's ``function(owner, *arguments)``, which reads, in a thread. Raises ApiError."""
-    return await read_of(exchange, store_of(exchange), function, *arguments, param=param)
-
-
-async def read_of(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """Run a database's ``function(owner, *arguments)``, as ``read`` does for the store. Raises ApiError."""
+    """Run a database's ``function(owner, *arguments)``, which reads, in a thread. Raises ApiError."""
     owner = exchange.gate.owner_of(exchange)
     try:
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
@@ -57,19 +51,18 @@ async def read_of(
         raise ApiError(500, f"what is stored cannot be read: {e}", code="store_failed") from None
 
 
-async def write(exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
-    """Run the store's ``function(owner, *arguments)``, which writes. Raises ApiError."""
-    return await write_of(exchange, store_of(exchange), function, *arguments)
-
-
-async def write_of(
+async def write(
     exchange: Exchange, store: Database, function: Callable[..., T], *arguments: Any, param: str | None = None
 ) -> T:
-    """Run a database's ``function(owner, *arguments)``, as ``write`` does for the store. Raises ApiError."""
+    """Run a database's ``function(owner, *arguments)``, which writes. Raises ApiError."""
     try:
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
         raise missing(e, param) from None
+    except InUseError:
+        raise ApiError(
+            400, "a batch that has not ended reads this file: cancel the batch first", "id"
+        ) from None
     except FullError as e:
         raise _full(e) from None
     except StoreError as e:
@@ -127,12 +120,12 @@ class Kept:
         exchange = self._exchange
         if self.previous is None and self.conversation is None:
             return
-        settings = exchange.gate.settings
+        settings, store = exchange.gate.settings, store_of(exchange)
         param = "conversation" if self.previous is None else "previous_response_id"
         most = (settings.max_messages - n_items, settings.max_body_bytes, f"resp_{self.id}")
         try:
             context = await read(
-                exchange, store_of(exchange).earlier, self.previous, self.conversation, *most, param=param
+                exchange, store, store.earlier, self.previous, self.conversation, *most, param=param
             )
         except TooMuchError as e:
             raise ApiError(
@@ -145,10 +138,6 @@ class Kept:
         self.earlier, self._after = context.items, context.after
         exchange.hold_more(context.n_bytes)
 
-    async def resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Return the input with stored items in place of references to them. Raises ApiError 404."""
-        return await resolved(self._exchange, items)
-
     async def keep(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> None:
         """Store the finished answer. If that fails, ``is_stored`` and a header say so."""
         if not self.is_stored:
@@ -157,7 +146,7 @@ class Kept:
         assert store is not None
         answer = self._new(response, items, output)
         if answer.worker is not None:
-            await write(exchange, store.add_answer, answer)
+            await write(exchange, store, store.add_answer, answer)
             return
         try:
             await store.write(store.add_answer, exchange.gate.owner_of(exchange), answer)
@@ -174,12 +163,10 @@ class Kept:
 
         ``events``: see ``Runs.add``.
         """
-        settings = self._exchange.gate.settings
+        settings, store = self._exchange.gate.settings, store_of(self._exchange)
         answer = self._new(response, items, ())._replace(is_listed=False)
-        runs = Runs(store_of(self._exchange))
-        await write(
-            self._exchange, runs.add, answer, body, events, settings.max_background, settings.store_bytes
-        )
+        limits = settings.max_background, settings.store_bytes
+        await write(self._exchange, store, Runs(store).add, answer, body, events, *limits)
 
     def _new(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
         is_listed = self.conversation is not None and response["status"] != "failed"
@@ -241,7 +228,7 @@ async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
     if not places or exchange.gate.store is None:
         return list(items)
     store = exchange.gate.store
-    stored = await read(exchange, store.referred, list(places.values()), param="input")
+    stored = await read(exchange, store, store.referred, list(places.values()), param="input")
     whole = list(items)
     for i, item in zip(places, stored, strict=True):
         whole[i] = item

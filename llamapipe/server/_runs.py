@@ -65,13 +65,10 @@ class Runs:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._writer = store.writer
 
     def __repr__(self) -> str:
         return f"<Runs of {self._store}>"
-
-    @property
-    def _writer(self) -> sqlite3.Connection:
-        return self._store.writer
 
     # ---- of clients
     def add(
@@ -101,8 +98,7 @@ class Runs:
             raise FullError(
                 f"the {n} answers that wait take too much of the store (--store-bytes)", fits_later=True
             )
-        self._store.add_answer(owner, answer)
-        thread = self._store.thread_of(owner, answer.id, self._writer)
+        thread = self._store.add_answer(owner, answer)
         self._store.will_write(len(body))
         self._writer.execute(
             "INSERT INTO runs (id, thread, owner, is_stream, body) VALUES (?, ?, ?, ?, ?)",

@@ -20,22 +20,19 @@ from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from llamapipe._messages import listed, quoted
 from llamapipe.cache_file import opened
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server._sampling import slot_name
-from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 FORM = ("file", "model")
@@ -105,9 +102,7 @@ async def download(exchange: Exchange) -> Response:
     """``GET /slots/files/{filename}``: downloads a file, with ``--slot-transfer``."""
     folder = _transferred(exchange)
     path = _path(folder, str(exchange.path_params["filename"]))
-    file, closing = await _done(exchange, path, _opened, path)
-    headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
-    return _Content(_parts(file, closing), headers=headers, media_type="application/octet-stream")
+    return Download(_parts(*await _done(exchange, path, _opened, path)))
 
 
 async def upload(exchange: Exchange) -> Response:
@@ -144,13 +139,6 @@ async def _parts(file: FileIO, closing: ExitStack) -> AsyncIterator[bytes]:
     with closing:
         while part := await asyncio.to_thread(file.read, _PART_BYTES):
             yield part
-
-
-class _Content(StreamingResponse):
-    """The bytes of a file. ``Endpoint`` cancels it when the client disconnects."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.stream_response(send)
 
 
 async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any) -> T:

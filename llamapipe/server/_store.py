@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import Database, MissingError, StoreError, encoded
+from llamapipe.server._database import Database, MissingError, StoreError
+from llamapipe.server.json_bytes import encode_json
 
 _AGE_S = 60.0  # between two looks while there are writes
 _UNSEEN = 1 / 64  # of the limit, that may be written between two looks at the size
@@ -169,66 +170,67 @@ class Store(Database):
         super().__init__(path)
 
     # ---- writes
-    def add_answer(self, owner: str, answer: NewAnswer) -> None:
+    def add_answer(self, owner: str, answer: NewAnswer) -> int:
         """Store an answer with its items. Replaces one with the same id, which the client has never seen.
 
-        Raises StoreError if it does not fit, MissingError if what it continues is gone, or if its worker no longer has
-        its run.
+        Returns its thread. Raises StoreError if it does not fit, MissingError if what it continues is gone, or if its
+        worker no longer has its run.
         """
         if answer.worker is not None:
-            self._finish(owner, answer, answer.worker)
-            return
-        thread = self._thread_of(self._writer, owner, answer.previous, answer.conversation)
-        if thread is None:
-            thread = self._new_thread(owner)
+            return self._finish(owner, answer, answer.worker)
+        if answer.previous is not None:
+            thread = self._answer(self.writer, owner, answer.previous)[0]
+        elif answer.conversation is not None:
+            thread = self._conversation(self.writer, owner, answer.conversation)[0]
         else:
-            self._touch(thread)
-        body = encoded(answer.body)
+            thread = self._new_thread(owner)
+        self._touch(thread)
+        body = encode_json(answer.body)
         row = (answer.id, thread, answer.previous, answer.after, body)
         insert = "INSERT INTO answers (id, thread, previous, after, body) VALUES (?, ?, ?, ?, ?)"
         try:
-            self._writer.execute(insert, row)
+            self.writer.execute(insert, row)
         except sqlite3.IntegrityError:
-            self._forget_answer(
-                self._answer(self._writer, owner, answer.id)[0], answer.id, keeps_listed=False
-            )
-            self._writer.execute(insert, row)
+            self._forget_answer(self._answer(self.writer, owner, answer.id)[0], answer.id, keeps_listed=False)
+            self.writer.execute(insert, row)
         self._n_unseen += _ROW_BYTES + len(body)
         self._add_items(owner, thread, answer.input, answer.id, is_listed=answer.is_listed)
         self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
+        return thread
 
-    def _finish(self, owner: str, answer: NewAnswer, worker: str) -> None:
-        row = self._writer.execute(
+    def _finish(self, owner: str, answer: NewAnswer, worker: str) -> int:
+        row = self.writer.execute(
             "SELECT thread FROM runs WHERE id = ? AND owner = ? AND worker = ? AND NOT is_done",
             (answer.id, owner, worker),
         ).fetchone()
         if row is None:
             raise MissingError("answer", answer.id)
         thread: int = row[0]
-        rows = self._writer.execute(
+        rows = self.writer.execute(
             "SELECT body FROM items WHERE answer = ? AND NOT is_output ORDER BY number", (answer.id,)
         ).fetchall()
-        self._writer.execute("DELETE FROM items WHERE answer = ?", (answer.id,))
+        self.writer.execute("DELETE FROM items WHERE answer = ?", (answer.id,))
         # In a conversation they come after what was added meanwhile.
         items = [msgspec.json.decode(body) for (body,) in rows]
         self._add_items(owner, thread, items, answer.id, is_listed=answer.is_listed)
         self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
         self.change_answer(answer.id, {**answer.body, "created_at": None}, answer.after)
-        self._writer.execute("UPDATE runs SET is_done = 1 WHERE id = ?", (answer.id,))
+        self.writer.execute("UPDATE runs SET is_done = 1 WHERE id = ?", (answer.id,))
+        return thread
 
     def change_answer(
         self, answer_id: str, changes: Mapping[str, Any], after: int | None = None
     ) -> dict[str, Any]:
         """Change the fields of an answer's body that are not None; for ``_runs.py``, inside ``write``."""
-        thread, old = self._writer.execute(
+        thread, old = self.writer.execute(
             "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
         self._touch(thread)
         fields = {name: value for name, value in changes.items() if value is not None}
         changed: dict[str, Any] = {**msgspec.json.decode(old), **fields}
-        body = encoded(changed)
+        body = encode_json(changed)
         self.will_write(len(body))
-        self._writer.execute(
+        self.writer.execute(
             "UPDATE answers SET body = ?, after = coalesce(?, after) WHERE id = ?", (body, after, answer_id)
         )
         return changed
@@ -237,13 +239,9 @@ class Store(Database):
         """Count written bytes until the file's size is checked next; for ``_runs.py``, inside ``write``."""
         self._n_unseen += _ROW_BYTES + n_bytes
 
-    def thread_of(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> int:
-        """Return the thread of an answer; for ``_runs.py``. Raises MissingError."""
-        return self._answer(connection, owner, answer_id)[0]
-
     def delete_answer(self, owner: str, answer_id: str) -> None:
         """Delete an answer for good; its items stay in the conversation, if it has one. Raises MissingError."""
-        thread = self._answer(self._writer, owner, answer_id)[0]
+        thread = self._answer(self.writer, owner, answer_id)[0]
         self._forget_answer(thread, answer_id, keeps_listed=True)
         self._checkpoint_is_due = True
 
@@ -255,36 +253,38 @@ class Store(Database):
         thread = self._new_thread(owner, conversation_id, metadata)
         self._add_items(owner, thread, items, is_listed=True)
         self._touch(thread)
-        return self.conversation(owner, conversation_id, self._writer)
+        return self.conversation(owner, conversation_id, self.writer)
 
     def change_conversation(
         self, owner: str, conversation_id: str, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Replace the metadata of a conversation. Raises MissingError."""
-        thread = self._conversation(self._writer, owner, conversation_id)[0]
-        self._writer.execute("UPDATE threads SET metadata = ? WHERE number = ?", (encoded(metadata), thread))
+        thread = self._conversation(self.writer, owner, conversation_id)[0]
+        self.writer.execute(
+            "UPDATE threads SET metadata = ? WHERE number = ?", (encode_json(metadata), thread)
+        )
         self._touch(thread)
-        return self.conversation(owner, conversation_id, self._writer)
+        return self.conversation(owner, conversation_id, self.writer)
 
     def delete_conversation(self, owner: str, conversation_id: str) -> None:
         """Delete a conversation with its items, and the answers given in it, for good. Raises MissingError."""
-        self._delete_thread(self._conversation(self._writer, owner, conversation_id)[0])
+        self._delete_thread(self._conversation(self.writer, owner, conversation_id)[0])
         self._checkpoint_is_due = True
 
     def add_items(self, owner: str, conversation_id: str, items: Sequence[Item]) -> list[Item]:
         """Append items to a conversation. Raises MissingError, StoreError."""
-        thread = self._conversation(self._writer, owner, conversation_id)[0]
+        thread = self._conversation(self.writer, owner, conversation_id)[0]
         added = self._add_items(owner, thread, items, is_listed=True)
         self._touch(thread)
         return added
 
     def delete_item(self, owner: str, conversation_id: str, item_id: str) -> dict[str, Any]:
         """Delete an item of a conversation for good. Raises MissingError."""
-        thread = self._conversation(self._writer, owner, conversation_id)[0]
-        number = self._number(self._writer, thread, item_id)
-        self._writer.execute("DELETE FROM items WHERE number = ?", (number,))
+        thread = self._conversation(self.writer, owner, conversation_id)[0]
+        number = self._number(self.writer, thread, item_id)
+        self.writer.execute("DELETE FROM items WHERE number = ?", (number,))
         self._checkpoint_is_due = True
-        return self.conversation(owner, conversation_id, self._writer)
+        return self.conversation(owner, conversation_id, self.writer)
 
     def answer(self, owner: str, answer_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
         """Return a stored answer. Raises MissingError."""
@@ -396,7 +396,6 @@ class Store(Database):
         return items
 
     # ---- inside
-    # ---- inside
     def _look_again(self) -> None:
         self._n_unseen = self._most_bytes
 
@@ -414,10 +413,10 @@ class Store(Database):
         if now - self._aged_at >= _AGE_S and not self._clock_has_jumped():  # reads look at the age themselves
             self._aged_at = now
             # From a time when the clock was ahead: it would stay until then, and be the last to make room.
-            self._writer.execute(
+            self.writer.execute(
                 "UPDATE threads SET used_at = :now WHERE used_at > :now", {"now": int(time.time())}
             )
-            old = self._writer.execute(
+            old = self.writer.execute(
                 "SELECT number FROM threads WHERE used_at < ?", (self._oldest(),)
             ).fetchall()
             for (number,) in old:
@@ -428,15 +427,15 @@ class Store(Database):
         self._n_unseen = 0
         if self._used_bytes() <= self._most_bytes:
             return
-        last = self._writer.execute("SELECT max(number) FROM items").fetchone()[0]
-        newest = self._writer.execute("SELECT thread FROM items WHERE number = ?", (last,)).fetchone()
+        last = self.writer.execute("SELECT max(number) FROM items").fetchone()[0]
+        newest = self.writer.execute("SELECT thread FROM items WHERE number = ?", (last,)).fetchone()
         # Once, because it reads all rows: there may be a million, of which many go.
-        sizes = dict(self._writer.execute("SELECT owner, sum(n_bytes) FROM threads GROUP BY owner"))
+        sizes = dict(self.writer.execute("SELECT owner, sum(n_bytes) FROM threads GROUP BY owner"))
         until = time.monotonic() + _ROOM_S
         while sizes and (n_used := self._used_bytes()) > self._most_bytes * _LEFT:
             fits = n_used <= self._most_bytes
             owner = max(sizes, key=sizes.__getitem__)
-            row = self._writer.execute(
+            row = self.writer.execute(
                 "SELECT number, n_bytes FROM threads WHERE owner = ? AND number NOT IN (SELECT thread FROM runs) "
                 "ORDER BY used_at, number LIMIT 1",
                 (owner,),
@@ -459,17 +458,17 @@ class Store(Database):
             )
 
     def _delete_thread(self, number: int) -> None:
-        self._writer.execute("DELETE FROM items WHERE thread = ?", (number,))
-        self._writer.execute("DELETE FROM answers WHERE thread = ?", (number,))
-        self._writer.execute("DELETE FROM threads WHERE number = ?", (number,))
+        self.writer.execute("DELETE FROM items WHERE thread = ?", (number,))
+        self.writer.execute("DELETE FROM answers WHERE thread = ?", (number,))
+        self.writer.execute("DELETE FROM threads WHERE number = ?", (number,))
 
     def _forget_answer(self, thread: int, answer_id: str, keeps_listed: bool) -> None:
         """Delete an answer, and its thread if it is then empty. ``keeps_listed``: keep the items of a conversation."""
         kept = "AND NOT is_listed" if keeps_listed else ""
-        self._writer.execute(f"DELETE FROM items WHERE answer = ? {kept}", (answer_id,))
-        self._writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
-        self._writer.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
-        self._writer.execute(
+        self.writer.execute(f"DELETE FROM items WHERE answer = ? {kept}", (answer_id,))
+        self.writer.execute("UPDATE items SET answer = NULL WHERE answer = ?", (answer_id,))
+        self.writer.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
+        self.writer.execute(
             "DELETE FROM threads WHERE number = ? AND conversation IS NULL "
             "AND NOT EXISTS (SELECT 1 FROM answers WHERE thread = threads.number)",
             (thread,),
@@ -479,22 +478,15 @@ class Store(Database):
         self, owner: str, conversation: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> int:
         now = int(time.time())
-        cursor = self._writer.execute(
+        cursor = self.writer.execute(
             "INSERT INTO threads (owner, used_at, conversation, created_at, metadata) VALUES (?, ?, ?, ?, ?)",
-            (owner, now, conversation, now, encoded(metadata or {})),
+            (owner, now, conversation, now, encode_json(metadata or {})),
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
 
     def _touch(self, thread: int) -> None:
-        self._writer.execute("UPDATE threads SET used_at = ? WHERE number = ?", (int(time.time()), thread))
-
-    def _thread_of(
-        self, connection: sqlite3.Connection, owner: str, previous: str | None, conversation: str | None
-    ) -> int | None:
-        if previous is not None:
-            return self._answer(connection, owner, previous)[0]
-        return None if conversation is None else self._conversation(connection, owner, conversation)[0]
+        self.writer.execute("UPDATE threads SET used_at = ? WHERE number = ?", (int(time.time()), thread))
 
     def _answer(self, connection: sqlite3.Connection, owner: str, answer_id: str) -> tuple[int, bytes]:
         """Return the thread and the body of an answer. Raises MissingError."""
@@ -547,18 +539,18 @@ class Store(Database):
                 if item["id"] in ids or self._has_item(owner, item["id"]):
                     item["id"] = _new_id(item)
                 ids.add(item["id"])
-            body = encoded(item)
+            body = encode_json(item)
             self._n_unseen += _ROW_BYTES + len(body)
             rows.append((thread, item["id"], answer, is_output, is_listed, body))
             added.append(item)
-        self._writer.executemany(
+        self.writer.executemany(
             "INSERT INTO items (thread, id, answer, is_output, is_listed, body) VALUES (?, ?, ?, ?, ?, ?)",
             rows,
         )
         return added
 
     def _has_item(self, owner: str, item_id: str) -> bool:
-        rows = self._writer.execute(
+        rows = self.writer.execute(
             "SELECT 1 FROM items JOIN threads ON threads.number = thread WHERE id = ? AND owner = ? LIMIT 1",
             (item_id, owner),
         )

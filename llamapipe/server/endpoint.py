@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -432,6 +432,18 @@ class EventStream(StreamingResponse):
                 beat.is_sending = True
                 await part(error_event(e, exchange.dialect))
         await send({"type": "http.response.body", "body": b""})
+
+
+class Download(StreamingResponse):
+    """The bytes of a file, to be saved. ``Endpoint`` cancels it when the client disconnects."""
+
+    def __init__(self, parts: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
+        safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
+        super().__init__(parts, headers={**safe, **(headers or {})}, media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the bytes."""
+        await self.stream_response(send)
 
 
 class LineStream(EventStream):

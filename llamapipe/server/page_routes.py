@@ -9,7 +9,7 @@ from importlib.resources import files
 from starlette.responses import Response
 
 from llamapipe._messages import quoted
-from llamapipe.server._kept import read, read_of
+from llamapipe.server._kept import read
 from llamapipe.server._runs import Runs
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
@@ -75,8 +75,8 @@ async def jobs(exchange: Exchange) -> Response:
     store, files = exchange.gate.store, exchange.gate.files
     if store is None or files is None:
         return JsonResponse({"is_stored": False, "batches": [], "answers": []})
-    batches, _ = await read_of(exchange, files, files.batches, None, _MOST_JOBS)
-    answers = await read(exchange, Runs(store).listed, _MOST_JOBS)
+    batches, _ = await read(exchange, files, files.batches, None, _MOST_JOBS)
+    answers = await read(exchange, store, Runs(store).listed, _MOST_JOBS)
     return JsonResponse({"is_stored": True, "batches": batches, "answers": answers})
 
 

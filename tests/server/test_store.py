@@ -197,7 +197,7 @@ def test_room_is_made_of_many_small_answers(file: Path) -> None:
         for i in range(200):
             add(store, f"small{i}", "x" * 1000)
         statements: list[str] = []
-        store._writer.set_trace_callback(statements.append)
+        store.writer.set_trace_callback(statements.append)
         add(store, "large", "x" * 2**18)
         assert has(store, "large") and not has(store, "small0")
     assert sum("GROUP BY" in statement for statement in statements) == 1

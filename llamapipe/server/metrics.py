@@ -6,7 +6,8 @@ label ``model_name``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -47,36 +48,18 @@ class Metrics:
         self._registry = CollectorRegistry()
         if engine is not None:
             self._registry.register(_EngineCollector(engine, model_name))
-        registry = self._registry
-        self._requests = Counter(
-            "llamapipe_requests", "Answered requests.", ["path", "status"], registry=registry
+        counter = partial(Counter, registry=self._registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
+        self._requests = counter("llamapipe_requests", "Answered requests.", ["path", "status"])
+        self._prompt = counter("llamapipe_prompt_tokens", "Prompt tokens of answers.")
+        self._completion = counter("llamapipe_completion_tokens", "Generated tokens of answers.")
+        self._ttft = seconds(
+            "llamapipe_time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self._prompt = Counter("llamapipe_prompt_tokens", "Prompt tokens of answers.", registry=registry)
-        self._completion = Counter(
-            "llamapipe_completion_tokens", "Generated tokens of answers.", registry=registry
+        self._itl = seconds("llamapipe_inter_token_latency_seconds", "Between two tokens of a stream.")
+        self._total = seconds(
+            "llamapipe_request_seconds", "From a request's arrival to the end of its answer.", ["path"]
         )
-        self._ttft = Histogram(
-            "llamapipe_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._itl = Histogram(
-            "llamapipe_inter_token_latency_seconds",
-            "Between two tokens of a stream.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._total = Histogram(
-            "llamapipe_request_seconds",
-            "From a request's arrival to the end of its answer.",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
-    def __repr__(self) -> str:
-        return "<Metrics>"
 
     def answered(self, request: ClientRequest, seconds: float) -> None:
         """Count a request that was answered, refused or abandoned by the client."""
@@ -116,18 +99,20 @@ def rendered(families: Iterable[Family]) -> bytes:
     return generate_latest(registry)
 
 
-class _Fixed(Collector):
+class _Undescribed(Collector):
+    """Its metrics are not collected when it is registered."""
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+class _Fixed(_Undescribed):
     """Metrics that were collected elsewhere."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
 
-    def describe(self) -> Iterator[Metric]:
-        """Return nothing: there is nothing to check."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
         for name, text, kind, samples in self._families:
             family = Metric(name, text, kind)
             for sample, labels, value in samples:
@@ -135,7 +120,7 @@ class _Fixed(Collector):
             yield family
 
 
-class _EngineCollector(Collector):
+class _EngineCollector(_Undescribed):
     """The engine's counters, read at each scrape."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
@@ -148,38 +133,24 @@ class _EngineCollector(Collector):
             "num_gpu_blocks": str(engine.n_cells // block_size),
         }
 
-    def describe(self) -> Iterator[Metric]:
-        """Return nothing, so that registering the collector does not read the engine's counters."""
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics."""
-        engine = self._engine
+        engine, model = self._engine, {"model_name": self._model_name}
         stats = engine.stats()
         usage = stats.n_used_cells / engine.n_cells
-        read_by_routers = (
-            ("vllm:num_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
-            ("vllm:num_requests_running", "Requests that have a slot.", stats.n_active),
-            ("vllm:kv_cache_usage_perc", "Fraction of the KV cells in use, 0 to 1.", usage),
-        )
-        for name, text, value in read_by_routers:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Tokens in a block, and blocks in all.", labels=list(self._cache_labels)
-        )
-        info.add_metric(list(self._cache_labels.values()), 1)
-        yield info
-        adapters = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters that are loaded: requests with any of them can run.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
+        yield _gauge("vllm:num_requests_waiting", "Requests that wait for a slot.", model, stats.n_queued)
+        yield _gauge("vllm:num_requests_running", "Requests that have a slot.", model, stats.n_active)
+        yield _gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cells in use, 0 to 1.", model, usage)
+        about_cells = "Tokens in a block, and blocks in all."
+        yield _gauge("vllm:cache_config_info", about_cells, self._cache_labels, 1)
         names = [adapter.name for adapter in engine.adapters]
-        adapters.add_metric([str(len(names)), ",".join(names), ""], 1)
-        yield adapters
-        gauges = (
+        about_adapters = "Adapters that are loaded: requests with any of them can run."
+        loras = {
+            "max_lora": str(len(names)),
+            "running_lora_adapters": ",".join(names),
+            "waiting_lora_adapters": "",
+        }
+        yield _gauge("vllm:lora_requests_info", about_adapters, loras, 1)
+        gauges: tuple[tuple[str, str, float], ...] = (
             ("llamapipe_requests_waiting", "Requests that wait for a slot.", stats.n_queued),
             ("llamapipe_requests_running", "Requests that have a slot.", stats.n_active),
             ("llamapipe_kv_cells_used", "KV cells in use.", stats.n_used_cells),
@@ -225,6 +196,12 @@ class _EngineCollector(Collector):
         yield _histogram(
             "llamapipe_queue_seconds", "From a request's submission to its slot.", stats.queue_times
         )
+
+
+def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=list(labels))
+    gauge.add_metric(list(labels.values()), value)
+    return gauge
 
 
 def _histogram(name: str, text: str, times: TimeHistogram) -> HistogramMetricFamily:

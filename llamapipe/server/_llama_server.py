@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,14 @@ from llamapipe.server._completions import check_params, token_limit
 from llamapipe.server._generation import Prompt, fim_prompt_of, n_prompts, prompts_of
 from llamapipe.server._job import TextJob, encoded, joined
 from llamapipe.server._limits import check_top, total_choices
-from llamapipe.server._sampling import LoraScale, Sampling, adapters_of, chosen_samplers, token_biases
+from llamapipe.server._sampling import (
+    LoraScale,
+    Sampling,
+    adapters_of,
+    by_token,
+    chosen_samplers,
+    listed_biases,
+)
 from llamapipe.server._time_limit import check_time_limit, until_line
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
@@ -147,9 +155,8 @@ async def _prepared(
     await check_params(exchange.server, params, "" if constraint is None else constraint.field)
     tokens, is_cut = await prompts()
     wanted = tuple(request.response_fields or ())
-    job = _Job(
-        exchange, request, tokens, params, not wanted or any(_root(path) == "prompt" for path in wanted)
-    )
+    with_texts = not wanted or "prompt" in [path.partition("/")[0] for path in wanted]
+    job = _Job(exchange, request, tokens, params, with_texts)
     form = Form(
         bool(request.stream),
         bool(request.return_tokens),
@@ -161,10 +168,6 @@ async def _prepared(
     )
     vocab = exchange.server.engine.model.vocab
     return job, LlamaServerEncoder(model, form, params, job.prompts, job.texts, vocab, job.running)
-
-
-def _root(path: str) -> str:
-    return path.partition("/")[0]
 
 
 # The prompts as tokens, and whether they were cut.
@@ -190,18 +193,15 @@ def _n_choices(request: LlamaServerRequest) -> int:
 
 def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
     """Return the request's options. Raises ApiError 400."""
-    vocab = exchange.server.engine.model.vocab
-
-    def tokenize(text: str) -> list[int]:
-        return vocab.tokenize(text, add_special=False)
-
+    tokenize = partial(exchange.server.engine.model.vocab.tokenize, add_special=False)
     limit = _limit(request)
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1), "n": 1}
     probs = check_top("n_probs", request.n_probs)
     if probs:
         more["logprobs"] = probs
     if isinstance(request.logit_bias, list):
-        more["logit_bias"], request.logit_bias = token_biases(request.logit_bias, tokenize), None
+        more["logit_bias"] = by_token(listed_biases(request.logit_bias), tokenize)
+        request.logit_bias = None
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
     check_time_limit(request.t_max_predict_ms)

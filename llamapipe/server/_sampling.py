@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -349,7 +349,7 @@ class Sampling(_Options, kw_only=True):
         if self.seed is not None and self.seed != -1:
             values["seed"] = self.seed % 2**64
         if self.logit_bias is not None:
-            values["logit_bias"] = _biases(self.logit_bias, tokenize)
+            values["logit_bias"] = by_token(_biases(self.logit_bias), tokenize)
         return checked_params({**defaults, **values, **more}, called)
 
 
@@ -387,59 +387,50 @@ def _check_texts(name: str, value: str | list[str] | None, most: int, most_chara
         raise ApiError(400, f"{name} has {n_characters} characters; the limit is {most_characters}", name)
 
 
-def _biases(logit_bias: dict[str, float], tokenize: Tokenize) -> dict[int, float]:
-    """Return biases by token id. Raises ApiError 400.
-
-    A key that is not a number is text, and each of its tokens gets the bias.
-    """
-    biases: dict[int, float] = {}
-    n_characters = 0
+def _biases(logit_bias: dict[str, float]) -> Iterator[tuple[int | str, float]]:
+    """Yield the biases of token ids and of texts, which are the keys that are no numbers. Raises ApiError 400."""
     for key, value in logit_bias.items():
-        if key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS:
-            biases[int(key)] = value
-            continue
-        if not key or key.removeprefix("-").isdigit():
+        is_id = key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS
+        if not is_id and (not key or key.removeprefix("-").isdigit()):
             raise ApiError(
                 400, f"logit_bias has the key {quoted(key)}; give a token id or text", "logit_bias"
             )
-        n_characters += len(key)
-        biases.update(dict.fromkeys(_tokens_of(key, n_characters, tokenize), value))
-    return biases
+        yield int(key) if is_id else key, value
 
 
-def token_biases(logit_bias: list[tuple[int | str, float | bool]], tokenize: Tokenize) -> dict[int, float]:
-    """Return biases by token id, from llama-server's list of ids or texts with a bias; False forbids a token.
+def listed_biases(logit_bias: list[tuple[int | str, float | bool]]) -> Iterator[tuple[int | str, float]]:
+    """Yield the biases of llama-server's list of ids or texts with a bias; False forbids a token.
 
     Raises ApiError 400.
     """
-    biases: dict[int, float] = {}
-    n_characters = 0
     for index, (key, value) in enumerate(logit_bias):
         if value is True:
             raise ApiError(
                 400, f"logit_bias {index} is true; give a number, or false to forbid it", "logit_bias"
             )
-        bias = -math.inf if value is False else value
+        yield key, -math.inf if value is False else value
+
+
+def by_token(biases: Iterable[tuple[int | str, float]], tokenize: Tokenize) -> dict[int, float]:
+    """Return biases by token id; each token of a text gets its bias. Raises ApiError 400."""
+    tokens: dict[int, float] = {}
+    n_characters = 0
+    for key, bias in biases:
         if isinstance(key, int):
-            biases[key] = bias
-        else:
-            n_characters += len(key)
-            biases.update(dict.fromkeys(_tokens_of(key, n_characters, tokenize), bias))
-    return biases
-
-
-def _tokens_of(key: str, n_characters: int, tokenize: Tokenize) -> list[int]:
-    """Return the tokens of a text in ``logit_bias``. ``n_characters``: of all texts up to it. Raises ApiError 400."""
-    if n_characters > _MOST_CHARACTERS:
-        raise ApiError(
-            400,
-            f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
-            "logit_bias",
-        )
-    try:
-        return tokenize(key)
-    except ValueError as e:
-        raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
+            tokens[key] = bias
+            continue
+        n_characters += len(key)
+        if n_characters > _MOST_CHARACTERS:
+            raise ApiError(
+                400,
+                f"logit_bias has keys of more than {_MOST_CHARACTERS} characters; that is the limit",
+                "logit_bias",
+            )
+        try:
+            tokens.update(dict.fromkeys(tokenize(key), bias))
+        except ValueError as e:
+            raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
+    return tokens
 
 
 # ---- llama-server's samplers

@@ -18,7 +18,7 @@ from llamapipe._messages import quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, no_model
 from llamapipe.server.ollama_files import check_allowed
 
 _MOST_LOADED = 64
@@ -74,12 +74,7 @@ async def unload(exchange: Exchange, request: UnloadRequest) -> Response:
                 403, f"the adapter {quoted(name)} was loaded when the server started, and stays", "lora_name"
             )
         there = ", ".join(map(repr, state.loaded_adapters)) or "none"
-        raise ApiError(
-            404,
-            f"there is no adapter {quoted(name)}; loaded by clients: {there}",
-            "lora_name",
-            "model_not_found",
-        )
+        raise no_model(f"there is no adapter {quoted(name)}; loaded by clients: {there}", "lora_name")
     adapter.close()
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -16,7 +16,7 @@ from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import n_prompts
 from llamapipe.server.endpoint import Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, code_of
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ async def embedded(
         tokens = await in_thread(partial(embedder.tokens, truncate=truncate), texts, size=size)
         vectors = await _vectors(embedder, tokens, normalize and wanted == n)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), name, _code(e)) from None
+        raise ApiError(400, str(e), name, code_of(e)) from None
     if wanted < n:
         vectors = vectors[:, :wanted]
         if normalize:
@@ -206,7 +206,7 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     try:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), name, _code(e)) from None
+        raise ApiError(400, str(e), name, code_of(e)) from None
     n_tokens = sum(rank.n_tokens for rank in ranked)
     exchange.count(n_tokens, 0)
     if request.texts is not None:
@@ -248,7 +248,7 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
         else:
             scores, n_tokens = await _cosines(exchange, embedder, first, second, request.truncate)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), "text_2", _code(e)) from None
+        raise ApiError(400, str(e), "text_2", code_of(e)) from None
     exchange.count(n_tokens, 0)
     return JsonResponse(
         {
@@ -335,7 +335,3 @@ def _refuse_long(exchange: Exchange, name: str, texts: Any) -> None:
 
 def _base64(row: npt.NDArray[np.float32]) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
-
-
-def _code(error: Exception) -> str | None:
-    return "context_length_exceeded" if "n_ctx" in str(error) else None

@@ -26,7 +26,7 @@ from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
 from llamapipe.server._time_limit import chat_choice, until_line
 from llamapipe.server.endpoint import Exchange
-from llamapipe.server.errors import TOO_LONG, ApiError
+from llamapipe.server.errors import TOO_LONG, ApiError, code_of
 from llamapipe.server.settings import TEMPLATE_PARAMETERS
 from llamapipe.streams import AsyncChatStream
 from llamapipe.work.long_work import size_of
@@ -112,8 +112,7 @@ async def prompts_of(
             _check(state, tokens)
         except ValueError as e:
             place = f" ({name} {index} of the list)" if len(items) > 1 else ""
-            code = TOO_LONG if "n_ctx" in str(e) else None
-            raise ApiError(400, f"{e}{place}", name, code) from None
+            raise ApiError(400, f"{e}{place}", name, code_of(e)) from None
         prompts.append(tokens)
     return prompts
 

@@ -15,7 +15,7 @@ import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.media.decode import path_below
 from llamapipe.server._addresses import Refused, address_of, allowed_host
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, code_of
 from llamapipe.wanted import time_limit
 from llamapipe.work.long_work import LongWork
 
@@ -64,8 +64,7 @@ def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]
         place = place_of(messages, int(match[1]), int(match[2]))
     except (LookupError, TypeError):
         return error
-    code = "context_length_exceeded" if "n_ctx" in str(error) else None
-    return ApiError(400, f"{place}{str(error)[match.end() :]}", place, code)
+    return ApiError(400, f"{place}{str(error)[match.end() :]}", place, code_of(error))
 
 
 async def with_media(
@@ -137,7 +136,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
         raise
 
 
-@lru_cache(maxsize=1)
+@cache
 def _threads() -> LongWork:
     """Return the threads for fetching, which slow hosts may block without delaying other work. Clients take turns."""
     return LongWork(_N_THREADS)
@@ -204,7 +203,9 @@ def _answer(url: str, allowed: Sequence[str], most: int, deadline: float, ending
     raw = socket.create_connection((address, port), timeout=left_s)
     ending.watch(raw)
     try:
-        connection.sock = _tls().wrap_socket(raw, server_hostname=host) if split.scheme == "https" else raw
+        connection.sock = (
+            _tls_context().wrap_socket(raw, server_hostname=host) if split.scheme == "https" else raw
+        )
         ending.watch(connection.sock)
         path = (split.path or "/") + (f"?{split.query}" if split.query else "")
         connection.putrequest("GET", path, skip_accept_encoding=True)
@@ -240,6 +241,4 @@ def _body(response: http.client.HTTPResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-@lru_cache(maxsize=1)
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
+_tls_context = cache(ssl.create_default_context)

@@ -99,7 +99,7 @@ def _of_model(handler: Handler) -> Handler:
     async def checked(exchange: Exchange) -> Response:
         name = exchange.query_params.get("model")
         state = exchange.server
-        if name and not any(ollama.is_named(name, known) for known in state.all_names):
+        if name and not ollama.is_named(name, *state.all_names):
             state.check_name(name)
         return await handler(exchange)
 

@@ -121,6 +121,16 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
+def no_model(message: str, param: str = "model") -> ApiError:
+    """Return the error for a model or an adapter that is not served."""
+    return ApiError(404, message, param, "model_not_found")
+
+
+def code_of(error: Exception) -> str | None:
+    """Return the code of the engine's error about a request: that of a prompt that does not fit, or None."""
+    return TOO_LONG if "n_ctx" in str(error) else None
+
+
 def dialect_of(path: str, headers: Container[str] = ()) -> Dialect:
     """Return the format of errors at a path that may have no route; ``headers``: the names of the request's headers."""
     if path.startswith("/api/"):
@@ -151,7 +161,7 @@ def api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, EngineClosedError):
         return shutting_down()
     if isinstance(error, InvalidRequestError):
-        return ApiError(400, str(error), code=TOO_LONG if "n_ctx" in str(error) else None)
+        return ApiError(400, str(error), code=code_of(error))
     if isinstance(error, ConstraintError):
         return ApiError(400, str(error), code="constraint_failed")
     if isinstance(error, ContextFullError):

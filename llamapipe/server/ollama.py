@@ -29,13 +29,14 @@ import msgspec
 from starlette.responses import PlainTextResponse, Response
 
 import llamapipe
-from llamapipe._messages import quoted, shown
+from llamapipe._messages import quoted
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.options import ChatOptions
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
+from llamapipe.server._completions import token_limit
 from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
 from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
@@ -63,7 +64,6 @@ _API_VERSION = "0.13.0"
 _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
 _MAX_TOP = 20  # the API's limit
-_MOST_TOKENS = 2**31 - 1
 _NO_IMAGES = "this server makes no images"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 _MOST_KEPT_S = 1e8
@@ -139,14 +139,9 @@ class Options(_Table, Lenient, kw_only=True):
         for name in ("top_p", "min_p"):
             if (share := getattr(self, name)) is not None:
                 values[name] = min(max(share, 0.0), 1.0)
-        limit = self.num_predict
-        if limit is not None and limit > _MOST_TOKENS:
-            raise ApiError(
-                400,
-                f"options.num_predict is {shown(limit)}; it must be at most {_MOST_TOKENS}, or -1 for no limit",
-                "options.num_predict",
-            )
-        values["max_tokens"] = None if limit is None or limit < 0 else max(limit, 1)
+        asked = None if self.num_predict is None else max(self.num_predict, -1)
+        limit = token_limit(**{"options.num_predict": asked})
+        values["max_tokens"] = None if limit is None else max(limit, 1)
         sampling = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
         if sampling.stop is not None:
             sampling.stop = [
@@ -388,9 +383,9 @@ def kept_s(keep_alive: object) -> float | None:
 
 
 # ---- names
-def is_named(name: str, known: str) -> bool:
-    """Return whether two names are the same; ``:latest`` may be left out."""
-    return name == known or name.removesuffix(_LATEST) == known.removesuffix(_LATEST)
+def is_named(name: str, *known: str) -> bool:
+    """Return whether a name is one of these; ``:latest`` may be left out."""
+    return name.removesuffix(_LATEST) in [other.removesuffix(_LATEST) for other in known]
 
 
 def full_name(name: str) -> str:
@@ -400,9 +395,9 @@ def full_name(name: str) -> str:
 
 def check_chat_model(state: ServerState, name: str) -> None:
     """Raise ApiError 404 for a model that is not served, 400 for one that does not generate."""
-    if any(is_named(name, known) for known in (*state.chat_names, *state.adapter_names)):
+    if is_named(name, *state.chat_names, *state.adapter_names):
         return
-    if state.embedder is not None and any(is_named(name, known) for known in state.embedding_names):
+    if state.embedder is not None and is_named(name, *state.embedding_names):
         raise ApiError(
             400, f"the model {quoted(name)} embeds texts; it does not generate any", "model", "model_kind"
         )
@@ -411,7 +406,7 @@ def check_chat_model(state: ServerState, name: str) -> None:
 
 def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
     """Return the adapter with this name; None if it is the name of a model."""
-    if any(is_named(name, known) for known in state.chat_names):
+    if is_named(name, *state.chat_names):
         return None
     return next((adapter for adapter in state.adapters if is_named(name, adapter.name)), None)
 
@@ -419,9 +414,9 @@ def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
 def _embedder(state: ServerState, name: str) -> Embedder:
     """Return the embedder with this name. Raises ApiError 404, or 400 for a model that does not embed."""
     embedder = state.embedder
-    if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
+    if embedder is not None and is_named(name, *state.embedding_names):
         return embedder
-    if any(is_named(name, known) for known in state.chat_names):
+    if is_named(name, *state.chat_names):
         other = (
             f"the one here is {quoted(state.embedding_names[0])}" if embedder else "start the server with one"
         )
@@ -432,7 +427,6 @@ def _embedder(state: ServerState, name: str) -> Embedder:
     return state.check_embedder(name)[0]
 
 
-# ---- answers
 # ---- chat
 async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
     """``POST /api/chat``: answers a conversation. Without messages, the model is only loaded."""
@@ -696,7 +690,8 @@ async def tags(exchange: Exchange) -> Response:
 async def loaded_models(exchange: Exchange) -> Response:
     """``GET /api/ps``: the served models, which stay loaded, with the memory that they use."""
     state = exchange.server
-    expires_at = date_of(datetime.fromtimestamp(state.created, timezone.utc).replace(year=_last_year(state)))
+    created = datetime.fromtimestamp(state.created, timezone.utc)
+    expires_at = date_of(created.replace(year=created.year + _YEARS_LOADED))
     entries = []
     for entry in await state.in_thread(_listed, state):
         embedder = state.embedder
@@ -708,10 +703,6 @@ async def loaded_models(exchange: Exchange) -> Response:
         size_vram = entry["size"] if on_gpu else 0
         entries.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
     return JsonResponse({"models": entries})
-
-
-def _last_year(state: ServerState) -> int:
-    return datetime.fromtimestamp(state.created, timezone.utc).year + _YEARS_LOADED
 
 
 def _listed(state: ServerState) -> list[dict[str, Any]]:
@@ -805,7 +796,7 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
     if not name:
         raise ApiError(400, "model is missing; give a name of /api/tags", "model")
     embedder = state.embedder
-    if embedder is not None and any(is_named(name, known) for known in state.embedding_names):
+    if embedder is not None and is_named(name, *state.embedding_names):
         shown = await state.in_thread(shown_model, embedder.model, "embedding")
         return JsonResponse(with_context_length(shown, embedder.n_ctx))
     check_chat_model(state, name)

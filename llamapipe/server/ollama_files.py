@@ -24,7 +24,7 @@ from llamapipe.ollama_models import find_stored
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._guard import listens_on_loopback
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, no_model
 from llamapipe.server.json_bytes import line
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 
@@ -71,7 +71,7 @@ def named(request: PullRequest | DeleteRequest) -> str:
 
 
 def _is_served(state: ServerState, name: str) -> bool:
-    return any(is_named(name, known) for known in state.all_names)
+    return is_named(name, *state.all_names)
 
 
 def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
@@ -177,7 +177,7 @@ class _Pull:
         try:
             path = await asyncio.shield(job)
         except ModelLoadError as e:
-            raise ApiError(404, str(e), "model", "model_not_found") from None
+            raise no_model(str(e)) from None
         except ImportError as e:
             raise ApiError(400, str(e)) from None
         except OSError as e:
@@ -234,7 +234,7 @@ async def delete(exchange: Exchange, request: DeleteRequest) -> Response:
             raise ApiError(403, f"the model {quoted(name)} is loaded; stop the server instead", "model")
         await asyncio.to_thread(hub.delete, *reference)
     except ModelLoadError as e:
-        raise ApiError(404, str(e), "model", "model_not_found") from None
+        raise no_model(str(e)) from None
     except ImportError as e:
         raise ApiError(400, str(e)) from None
     return Response()

@@ -19,7 +19,7 @@ from llamapipe.errors import BackendError
 from llamapipe.llama.adapter import Adapter
 from llamapipe.server._timeline import Timeline
 from llamapipe.server.body_budget import BodyBudget
-from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.errors import no_model, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.mcp import McpServers, RemoteServers
 from llamapipe.server.metrics import Metrics
@@ -147,7 +147,7 @@ class ServerState(Gate):
     def engine(self) -> Engine:
         """The engine. Raises ApiError 404 for a server that only embeds."""
         if self._engine is None:
-            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
+            raise no_model("no model that generates is loaded here")
         return self._engine
 
     @property
@@ -221,7 +221,7 @@ class ServerState(Gate):
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raises ApiError 404 for a model that is not served."""
         if self._engine is None:
-            raise ApiError(404, "no model that generates is loaded here", "model", "model_not_found")
+            raise no_model("no model that generates is loaded here")
         return self._served(name, self.chat_names + self.adapter_names)
 
     def check_name(self, name: str | None) -> str:
@@ -231,12 +231,7 @@ class ServerState(Gate):
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """Return the embedding model and its name for the answer. Raises ApiError 404."""
         if self.embedder is None:
-            raise ApiError(
-                404,
-                "no embedding model is loaded; start with --embeddings FILE",
-                "model",
-                "model_not_found",
-            )
+            raise no_model("no embedding model is loaded; start with --embeddings FILE")
         return self.embedder, self._served(name, self.embedding_names)
 
     def _served(self, name: str | None, names: tuple[str, ...]) -> str:
@@ -246,10 +241,7 @@ class ServerState(Gate):
         if name not in names and self.settings.any_model_name:
             return names[0]
         if name not in names and not self.is_behind_front:
-            raise ApiError(
-                404,
-                f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)",
-                "model",
-                "model_not_found",
+            raise no_model(
+                f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)"
             )
         return name

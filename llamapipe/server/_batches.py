@@ -203,12 +203,13 @@ class Batches:
         if self._places is None:
             n_slots = self._gate.n_slots
             self._places = asyncio.Semaphore(_AT_ONCE if n_slots is None else n_slots)
+        places = self._places
         running: set[asyncio.Task[None]] = set()
         try:
             async for number, line in self._left(claim):
-                await self._places.acquire()
+                await places.acquire()
                 task = asyncio.ensure_future(self._answer(claim, key, number, line))
-                task.add_done_callback(self._left_place)
+                task.add_done_callback(lambda _: places.release())
                 running.add(task)
                 for ended in [task for task in running if task.done()]:
                     running.discard(ended)
@@ -220,10 +221,6 @@ class Batches:
                 task.cancel()
             if running:
                 await asyncio.wait(running)
-
-    def _left_place(self, task: asyncio.Task[None]) -> None:
-        assert self._places is not None
-        self._places.release()
 
     async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
         """Make one request, and store its result."""

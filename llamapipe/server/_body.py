@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -116,10 +116,6 @@ def _zlib_reader(body: bytes, wbits: int) -> _Reader:
     return read
 
 
-def _gzip(body: bytes) -> _Reader:
-    return _zlib_reader(body, 16 + zlib.MAX_WBITS)
-
-
 def _deflate(body: bytes) -> _Reader:
     """Open a reader of the zlib format, as the standard says, or of the raw deflate data that some clients send."""
     has_head = len(body) > 1 and body[0] & 15 == 8 and (256 * body[0] + body[1]) % 31 == 0
@@ -155,7 +151,8 @@ def _decoders() -> dict[str, Callable[[bytes], _Reader]]:
 
     The result is cached: Python would look for a missing package at every import, which takes 0.3 ms a request.
     """
-    known: dict[str, Callable[[bytes], _Reader]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate}
+    gzip = partial(_zlib_reader, wbits=16 + zlib.MAX_WBITS)
+    known: dict[str, Callable[[bytes], _Reader]] = {"gzip": gzip, "x-gzip": gzip, "deflate": _deflate}
     for name in ("compression.zstd", "backports.zstd"):
         try:
             known["zstd"] = _zstd_reader(import_module(name))

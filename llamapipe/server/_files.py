@@ -240,16 +240,7 @@ class Files(Database):
         self.writer.execute(
             "INSERT INTO batches (id, owner, input, output, errors, endpoint, status, expires_at, body) "
             "VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?)",
-            (
-                body["id"],
-                owner,
-                row["number"],
-                output,
-                errors,
-                endpoint,
-                body["expires_at"],
-                encode_json(body),
-            ),
+            (body["id"], owner, row["number"], output, errors, endpoint, now + window_s, encode_json(body)),
         )
         return self.batch(owner, str(body["id"]), self.writer)
 

@@ -60,9 +60,6 @@ class Guard:
         self._origins = frozenset(origin.lower() for origin in settings.cors_origins)
         self._hosts = frozenset(_name(host) for host in settings.allow_hosts)
 
-    def __repr__(self) -> str:
-        return "<Guard>"
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it."""
         if scope["type"] != "http":
@@ -157,7 +154,9 @@ class Guard:
             return True
         if parts.scheme not in ("http", "https"):
             return False
-        return _is_loopback_name(name) or (not site and [parts.netloc.encode("latin-1")] == _lower(hosts))
+        if _is_loopback_name(name):
+            return True
+        return not site and [parts.netloc.encode("latin-1")] == [host.strip().lower() for host in hosts]
 
     # ---- answers that pages may read
     def _readable(self, origin: bytes) -> list[tuple[bytes, bytes]]:
@@ -205,10 +204,6 @@ def _name(authority: str) -> str:
     """Return the host of ``host:port``, normalized for comparison; empty if the text is invalid."""
     match = _AUTHORITY.fullmatch(authority.strip().lower())
     return "" if match is None else next(filter(None, match.groups())).removesuffix(".")
-
-
-def _lower(values: list[bytes]) -> list[bytes]:
-    return [value.strip().lower() for value in values]
 
 
 def _is_own_name(name: str) -> bool:

@@ -209,12 +209,6 @@ def check_items(items: Sequence[Item]) -> None:
         _add(messages, f"items.{index}", item, _NO_TOOLS)
 
 
-def _items_of(request: ResponsesRequest) -> list[Item]:
-    """Return the input as items."""
-    text_or_items = request.input
-    return [{"role": "user", "content": text_or_items}] if isinstance(text_or_items, str) else text_or_items
-
-
 def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: Tools) -> None:
     """Add an item to the messages. Reasoning, text and calls of one answer become one message."""
     kind = item.get("type")
@@ -397,7 +391,10 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
-    items = await resolved(exchange, _items_of(request))
+    given = request.input
+    items = await resolved(
+        exchange, [{"role": "user", "content": given}] if isinstance(given, str) else given
+    )
     await kept.load(len(items))
     return kept, items
 

@@ -27,6 +27,7 @@ MOST_ATTEMPTS = 5
 MOST_LATER_S = 30  # before the next attempt
 _OF_OWNER, _OF_ALL = 16, 4  # the parts of the store that the bodies of waiting runs may take
 IS_DUE = f"(not_before NOT BETWEEN :now + 1 AND :now + {MOST_LATER_S})"
+_LAST_EVENT = "SELECT max(number) FROM events WHERE answer = ?"
 _MOST_EVENTS = 1000  # that are read at once
 
 
@@ -118,9 +119,7 @@ class Runs:
     def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
         """Return the part of a stream after event ``after``, None if the answer has no stream. Raises MissingError."""
         answer = self._store.answer(owner, answer_id, connection)
-        last = connection.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
-            0
-        ]
+        (last,) = connection.execute(_LAST_EVENT, (answer_id,)).fetchone()
         if last is None:
             return None
         events = connection.execute(
@@ -183,9 +182,7 @@ class Runs:
                 message = f"the server ended {n_attempts} times while it computed this answer"
                 self._end(answer_id, {"code": "server_error", "message": message})
                 continue
-            last = writer.execute("SELECT max(number) FROM events WHERE answer = ?", (answer_id,)).fetchone()[
-                0
-            ]
+            (last,) = writer.execute(_LAST_EVENT, (answer_id,)).fetchone()
             n_next = max(n_first, 0 if last is None else last + 1)
             writer.execute(
                 "UPDATE runs SET worker = ?, n_attempts = n_attempts + 1, n_first = ? WHERE id = ?",

@@ -47,9 +47,6 @@ class BatchRequests:
         )
         self._application = app(engine, settings, embedder)
 
-    def __repr__(self) -> str:
-        return "<BatchRequests>"
-
     async def answer(self, record: Record) -> RecordResult:
         """Return the result of a record that has ``custom_id``, in OpenAI's format."""
         fields = record.fields

@@ -260,8 +260,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._n_framing += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._refuse(self._reason(error))
+        except httptools.HttpParserError as error:  # for one of our limits, or by itself
+            self._refuse(self._refusal or ApiError(400, f"this is no HTTP request: {error}"))
         except httptools.HttpParserUpgrade as upgrade:
             self._parse_without_upgrade(data[upgrade.args[0] :])
         else:
@@ -273,10 +273,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._has_begun and self._is_in_head and self._timer is None
             ):  # after a request that is complete
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
-
-    def _reason(self, error: httptools.HttpParserError) -> ApiError:
-        """Return why the parser stopped: one of our limits, or its error."""
-        return ApiError(400, f"this is no HTTP request: {error}") if self._refusal is None else self._refusal
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
         """Parse a request that offered another protocol again, as HTTP/1.1 (RFC 9110, 7.8).
@@ -465,8 +461,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._linger_on()
 
     def _linger_on(self) -> None:
-        takes = self._takes_answer()
-        if takes:
+        if self._takes_answer():
             self._wait(self.timeout_keep_alive, self._linger_on)
         else:
             self._wait(_LINGER_S, self.transport.abort)

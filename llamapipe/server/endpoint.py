@@ -102,7 +102,7 @@ class Exchange(ClientRequest):
         finally:
             if not reading.done():
                 reading.cancel()
-            self._held.refuse = _nothing  # the task holds the exchange
+            self._held.refuse = lambda: None  # the task holds the exchange
         if not done:
             raise ApiError(
                 408,
@@ -639,10 +639,6 @@ def post(
         return await handler(exchange, await exchange.decode(decoder))
 
     return Endpoint(method, path, decoded, summary, more_statuses, aliases, stream_media, model, body)
-
-
-def _nothing() -> None:
-    """Do nothing: there is no request to end."""
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:

@@ -171,7 +171,8 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
             raise
         self.host, self.port = self._socket.getsockname()[:2]
         self._server = HttpServer(application, self.host)
-        self._thread = threading.Thread(target=self._run, name="llamapipe-server", daemon=True)
+        run = partial(self._server.run, sockets=[self._socket])
+        self._thread = threading.Thread(target=run, name="llamapipe-server", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -182,9 +183,6 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         """The server's address, without a path."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
 
     def close(self, drain: bool = True) -> None:
         """Stop the server; the engine stays open. ``drain``: answer the running requests first."""

@@ -99,14 +99,8 @@ def form_parts(content_type: str, body: bytes) -> list[_Part]:
 
 def form_model(content_type: str, body: bytes) -> str | None:
     """Return the model that a form names. Raises ApiError 400."""
-    return next(
-        (
-            part.value.decode("utf-8", "replace")
-            for part in form_parts(content_type, body)
-            if part.name == "model"
-        ),
-        None,
-    )
+    models = [part.value for part in form_parts(content_type, body) if part.name == "model"]
+    return models[0].decode("utf-8", "replace") if models else None
 
 
 def _fields(exchange: Exchange) -> dict[str, bytes]:

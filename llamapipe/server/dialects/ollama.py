@@ -8,7 +8,7 @@ from typing import Any
 
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 from llamapipe.llama.vocab import Vocab
-from llamapipe.results import ChatDelta, Delta, TokenLogprob
+from llamapipe.results import ChatDelta, Delta
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.dialects.encoder import Counts, Encoder, PromptAt
 from llamapipe.server.dialects.logprobs import chat_logprobs
@@ -65,7 +65,7 @@ class OllamaEncoder(Encoder[Any]):
         if self._is_empty:
             return b""
         calls = [*self._calls.complete(part.tool_calls, is_last)]
-        logprobs = self._written(part.logprobs)
+        logprobs = [] if part.logprobs is None else chat_logprobs(part.logprobs, self._vocab)["content"]
         if self._is_whole:
             self._contents.append(part.content)
             self._thinking.append(part.reasoning)
@@ -116,12 +116,6 @@ class OllamaEncoder(Encoder[Any]):
         if logprobs:
             fields["logprobs"] = logprobs
         return fields
-
-    def _written(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
-        if entries is None:
-            return []
-        content: list[dict[str, Any]] = chat_logprobs(entries, self._vocab)["content"]
-        return content
 
 
 class _Calls:

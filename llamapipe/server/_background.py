@@ -18,10 +18,11 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from llamapipe.server._batches import Batches
 from llamapipe.server._database import StoreError
@@ -32,12 +33,8 @@ from llamapipe.server._runs import MOST_ATTEMPTS, MOST_LATER_S, Place, Run, Runs
 from llamapipe.server._store import Store
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import typed_event
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from llamapipe.server.gate import Gate
 
 _POLL_S = 1.0  # between two looks at what other processes have given or taken
 _FOLLOW_S = 0.1  # the same of a stream

@@ -19,21 +19,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from starlette.types import ASGIApp
 
 from llamapipe._messages import quoted
 from llamapipe.server._database import FullError, StoreError
 from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, LostError, Place, Result
 from llamapipe.server._inside import BUSY, Inside, post
+from llamapipe.server._presence import Presence
 from llamapipe.server._runs import MOST_LATER_S
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from llamapipe.server._presence import Presence
-    from llamapipe.server.gate import Gate
+from llamapipe.server.gate import Gate
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MOST_REQUESTS = 50_000  # the API's limit

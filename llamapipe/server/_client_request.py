@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from llamapipe.server._inside import INSIDE, Inside
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.errors import Dialect, dialect_of
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
 
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
@@ -31,11 +31,8 @@ from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Sh
 from llamapipe.server.dialects.openai_stream import Format
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import takes_long
-
-if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
-
 
 _MOST_TOKENS = 2**31 - 1
 

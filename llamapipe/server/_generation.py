@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.chat.media import first_media
@@ -28,11 +28,9 @@ from llamapipe.server._time_limit import chat_choice, until_line
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
 from llamapipe.server.settings import TEMPLATE_PARAMETERS
+from llamapipe.server.state import ServerState
 from llamapipe.streams import AsyncChatStream
 from llamapipe.work.long_work import size_of
-
-if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
 
 # Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
 Prompt = str | list[str | int | list[int | str]]

@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamapipe._messages import quoted
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from llamapipe.server.gate import Gate
+from llamapipe.server.gate import Gate
 
 # Pages of these schemes come from programs that the user has installed, not from a site.
 _APP_SCHEMES = frozenset(

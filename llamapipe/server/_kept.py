@@ -10,17 +10,15 @@ stored. An answer in the background is stored before it begins and updated when 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from llamapipe._messages import quoted
 from llamapipe.server._database import Database, FullError, MissingError, StoreError
 from llamapipe.server._files import InUseError
 from llamapipe.server._runs import Runs
 from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
+from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import QUOTA, ApiError
-
-if TYPE_CHECKING:
-    from llamapipe.server.endpoint import Exchange
 
 T = TypeVar("T")
 NOT_STORED = b"x-llamapipe-not-stored"

@@ -6,14 +6,12 @@ The numbers are fields of ``ServerSettings``. Each limit is checked before the d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from llamapipe.server.gate import Gate
-    from llamapipe.server.state import ServerState
+from llamapipe.server.gate import Gate
+from llamapipe.server.state import ServerState
 
 MAX_TOP = 100
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -41,9 +41,7 @@ from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.dialects.openai_stream import system_fingerprint
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
+from llamapipe.server.state import ServerState
 
 
 class LlamaServerRequest(Sampling, kw_only=True):

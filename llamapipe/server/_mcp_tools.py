@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,6 +21,8 @@ import msgspec
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.server._addresses import Refused, allowed_host
 from llamapipe.server._store import Item
+from llamapipe.server._tools import ClientName
+from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 from llamapipe.server.mcp import (
     Image,
@@ -32,10 +34,6 @@ from llamapipe.server.mcp import (
     Tool,
 )
 from llamapipe.server.mcp_file import HEADER, VALUE
-
-if TYPE_CHECKING:
-    from llamapipe.server._tools import ClientName
-    from llamapipe.server.endpoint import Exchange
 
 _KEYS = ("type", "server_label", "server_url", "server_description", "allowed_tools", "require_approval",
          "headers", "authorization", "connector_id", "tunnel_id", "allowed_callers", "defer_loading")  # fmt: skip

@@ -18,19 +18,17 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.media.decode import path_below
 from llamapipe.server._addresses import Refused, address_of, allowed_host
+from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError, code_of
 from llamapipe.wanted import time_limit
 from llamapipe.work.long_work import LongWork
-
-if TYPE_CHECKING:
-    from llamapipe.server.endpoint import Exchange
 
 MOST_ADDRESSES = 32  # of a request
 MOST_HOPS = 4  # of one address, the first one included

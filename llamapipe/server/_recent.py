@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from llamapipe.server._client_request import ClientRequest
+from llamapipe.server._client_request import ClientRequest
 
 _MOST_OF_PATH = 200  # characters; so that an entry has about a kilobyte at most
 

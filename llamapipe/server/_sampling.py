@@ -18,15 +18,13 @@ import msgspec
 from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.adapter import Adapter
 from llamapipe.params import JsonWhitespace, SamplingParams
 from llamapipe.server._fields import Only, Unused
+from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
+from llamapipe.server.state import ServerState
 from llamapipe.work.tenant import conversation
-
-if TYPE_CHECKING:
-    from llamapipe.llama.adapter import Adapter
-    from llamapipe.server.endpoint import Exchange
-    from llamapipe.server.state import ServerState
 
 _ID_DIGITS = 10  # of a token id, which has 32 bits
 _MOST_CHARACTERS = 65_536  # of all texts of one option

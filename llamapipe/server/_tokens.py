@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -25,10 +25,8 @@ from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of
-
-if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

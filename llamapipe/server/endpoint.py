@@ -20,28 +20,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from llamapipe.chat.halves import whole_json_bytes
 from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
+from llamapipe.server.body_budget import Held
 from llamapipe.server.errors import BUSY, QUOTA, ApiError, Dialect, api_error, log_unexpected, shutting_down
-from llamapipe.server.gate import LOADED_NS
+from llamapipe.server.gate import LOADED_NS, Gate
 from llamapipe.server.json_bytes import encode_json, event, line
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from llamapipe.server.body_budget import Held
-    from llamapipe.server.gate import Gate
-    from llamapipe.server.state import ServerState
+from llamapipe.server.state import ServerState
 
 T = TypeVar("T")
 Answers = TypeVar("Answers", bound=Completion | ChatCompletion | Sequence[Completion])

@@ -14,21 +14,19 @@ import uuid
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from llamapipe.host.memory import return_freed_memory
+from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._inside import Inside, LaterWork
 from llamapipe.server._recent import Recent
+from llamapipe.server._times import RequestTimes
+from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.errors import ApiError, shutting_down
+from llamapipe.server.metrics import Metrics
+from llamapipe.server.settings import ServerSettings
 from llamapipe.work.tenant import Tenant, tenant
-
-if TYPE_CHECKING:
-    from llamapipe.server._client_request import ClientRequest
-    from llamapipe.server._times import RequestTimes
-    from llamapipe.server.body_budget import BodyBudget
-    from llamapipe.server.metrics import Metrics
-    from llamapipe.server.settings import ServerSettings
 
 T = TypeVar("T")
 _PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks

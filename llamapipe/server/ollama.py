@@ -21,6 +21,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,8 +33,12 @@ import llamapipe
 from llamapipe._messages import quoted
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.options import ChatOptions
+from llamapipe.embedding import Embedder
+from llamapipe.engine import Engine
 from llamapipe.errors import InvalidRequestError
+from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.fim import FimText, fim_room
+from llamapipe.llama.model import Model
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.server._completions import token_limit
@@ -49,15 +54,7 @@ from llamapipe.server.dialects.ollama import OllamaEncoder, date_of, empty_part,
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
 from llamapipe.server.page_routes import page
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from llamapipe.embedding import Embedder
-    from llamapipe.engine import Engine
-    from llamapipe.llama.adapter import Adapter, ControlVector
-    from llamapipe.llama.model import Model
-    from llamapipe.server.state import ServerState
+from llamapipe.server.state import ServerState
 
 # Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
 _API_VERSION = "0.13.0"

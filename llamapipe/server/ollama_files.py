@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
@@ -25,12 +25,10 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._guard import listens_on_loopback
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError, no_model
+from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import line
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
-
-if TYPE_CHECKING:
-    from llamapipe.server.gate import Gate
-    from llamapipe.server.state import ServerState
+from llamapipe.server.state import ServerState
 
 _MOST_PULLS = 2  # at once
 _MOST_COPIES = 100

@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llamapipe._messages import listed, quoted
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import BackendError
-from llamapipe.llama.adapter import Adapter
+from llamapipe.llama.adapter import Adapter, ControlVector
+from llamapipe.llama.model import Model
+from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._timeline import Timeline
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.errors import no_model, shutting_down
@@ -25,11 +27,6 @@ from llamapipe.server.mcp import McpServers, RemoteServers
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 from llamapipe.wanted import time_limit
-
-if TYPE_CHECKING:
-    from llamapipe.llama.adapter import ControlVector
-    from llamapipe.llama.model import Model
-    from llamapipe.server._client_request import ClientRequest
 
 T = TypeVar("T")
 _log = logging.getLogger("llamapipe.server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 
@@ -14,9 +14,7 @@ from llamapipe.server._openapi import document
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.metrics import CONTENT_TYPE
-
-if TYPE_CHECKING:
-    from llamapipe.server.state import ServerState
+from llamapipe.server.state import ServerState
 
 
 async def health(exchange: Exchange) -> Response:

@@ -227,23 +227,17 @@ class Batches:
         inside = Inside(key, answer, priority=_PRIORITY)
         n_attempts = 0
         while True:
-            parts: list[bytes] = []
-
-            async def take(part: bytes, parts: list[bytes] = parts) -> None:
-                parts.append(part)
-
-            posted = await post(self._application, claim.endpoint, bytes(line.body), take, inside)
-            body = b"".join(parts)
+            posted = await post(self._application, claim.endpoint, bytes(line.body), inside=inside)
             if self._gate.draining:
                 raise asyncio.CancelledError
-            is_busy = posted.status == 429 or (posted.status == 503 and _code(body) in BUSY)
+            is_busy = posted.status == 429 or (posted.status == 503 and _code(posted.body) in BUSY)
             is_lost = not posted.is_whole or posted.status in (0, 500, 503)
             n_attempts += is_lost and not is_busy
             if not (is_busy or is_lost) or n_attempts >= MOST_ATTEMPTS:
                 break
             await asyncio.sleep(_AGAIN_S)
         if posted.is_whole and posted.status:
-            response = {"status_code": posted.status, "request_id": name, "body": msgspec.Raw(body)}
+            response = {"status_code": posted.status, "request_id": name, "body": msgspec.Raw(posted.body)}
             result = _result(number, name, line.custom_id, posted.status >= 400, response, None)
         else:
             error = {"code": "server_error", "message": "the process that computed it ended"}
@@ -310,7 +304,6 @@ def _result(
 
 
 def _code(body: bytes) -> str | None:
-    """Return the code of an error."""
     if len(body) > 2**16:
         return None
     try:

@@ -57,21 +57,23 @@ class LaterWork(Protocol):
 
 
 class InsideAnswer(NamedTuple):
-    """The end of an answer. ``status``: 0 if there was no answer. ``is_whole``: the answer was not cut off."""
+    """An answer. ``status``: 0 if there was none. ``is_whole``: it was not cut off. ``body``: empty if it was taken."""
 
     status: int
     is_whole: bool
+    body: bytes = b""
 
 
 async def post(
     application: ASGIApp,
     path: str,
     body: bytes,
-    take: Callable[[bytes], Awaitable[None]],
+    take: Callable[[bytes], Awaitable[None]] | None = None,
     inside: Inside | None = None,
 ) -> InsideAnswer:
     """Post to an application. ``take``: gets the parts of the answer's body. Cancel the call to hang up."""
     status, is_whole = 0, False
+    parts: list[bytes] = []
     requests: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> MutableMapping[str, Any]:
@@ -85,7 +87,9 @@ async def post(
         if message["type"] == "http.response.start":
             status = message["status"]
             return
-        if message.get("body"):
+        if take is None:
+            parts.append(message.get("body", b""))
+        elif message.get("body"):
             await take(message["body"])
         is_whole = not message.get("more_body", False)
 
@@ -108,4 +112,4 @@ async def post(
         if inside.answer is not None:
             scope["llamapipe.answer"] = inside.answer
     await application(scope, receive, send)
-    return InsideAnswer(status, is_whole)
+    return InsideAnswer(status, is_whole, b"".join(parts))

@@ -70,10 +70,5 @@ class BatchRequests:
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
         """Post a body. Returns the status and the JSON body of the answer."""
-        parts: list[bytes] = []
-
-        async def take(part: bytes) -> None:
-            parts.append(part)
-
-        answer = await post(self._application, path, body, take)
-        return answer.status, json.loads(b"".join(parts))
+        answer = await post(self._application, path, body)
+        return answer.status, json.loads(answer.body)

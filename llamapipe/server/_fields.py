@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -26,20 +25,16 @@ from llamapipe._messages import did_you_mean
 from llamapipe.server.errors import ApiError
 
 
-@dataclass(frozen=True, init=False)
 class Unused:
     """The field does not affect the answer. Its values in ``neutral`` mean the same as leaving it out.
 
     Any other value is accepted, and the header ``x-llamapipe-unused`` names the field; with ``--strict`` it is refused.
     """
 
-    neutral: tuple[Any, ...]
-
     def __init__(self, *neutral: Any) -> None:
-        object.__setattr__(self, "neutral", neutral)
+        self.neutral = neutral
 
 
-@dataclass(frozen=True, init=False)
 class Only:
     """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
 
@@ -47,14 +42,10 @@ class Only:
     for clients that can do without the field; see ``ApiError``.
     """
 
-    neutral: tuple[Any, ...]
-    instead: str
-    details: Mapping[str, Any] | None
-
     def __init__(self, *neutral: Any, instead: str = "", details: Mapping[str, Any] | None = None) -> None:
-        object.__setattr__(self, "neutral", neutral)
-        object.__setattr__(self, "instead", instead)
-        object.__setattr__(self, "details", details)
+        self.neutral = neutral
+        self.instead = instead
+        self.details = details
 
 
 Fate = Unused | Only | None  # None: the field is honoured

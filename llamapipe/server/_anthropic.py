@@ -13,7 +13,7 @@ from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
-from llamapipe.server._job import counts_of, encoded
+from llamapipe.server._job import counted, encoded
 from llamapipe.server._limits import check_n_messages
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -210,9 +210,7 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     if request.stream:
         return EventStream(exchange, encoded(exchange, job, encoder), ping=_PING)
     done = await job.complete()
-    counts = counts_of(done)
-    exchange.count(counts.n_prompt, counts.n_completion)
-    return JsonResponse(encoder.whole(done.choices[0], counts))
+    return JsonResponse(encoder.whole(done.choices[0], counted(exchange, done)))
 
 
 async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Response:
@@ -225,7 +223,6 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Respo
 
 
 def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
-    """Return the request as a job of the engine. Raises ApiError."""
     _check_numbers(exchange, request)
     if request.max_tokens < 1:
         raise ApiError(400, f"max_tokens is {request.max_tokens}; it must be 1 or more", "max_tokens")
@@ -324,7 +321,6 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
 
 
 def _block(place: str, block: Any) -> tuple[str, Mapping[str, Any], str]:
-    """Return a block's type, the block itself and its field."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise ApiError(400, f"{place} must be an object with a type", place)
@@ -401,7 +397,6 @@ def _assistant(blocks: Blocks) -> list[Message]:
 
 
 def _text(place: str, content: Any) -> str:
-    """Return text, or the text of a list of blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -12,7 +12,7 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
-from llamapipe.server._job import counts_of, encoded
+from llamapipe.server._job import counted, encoded
 from llamapipe.server._limits import check_n_messages, check_top
 from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
 from llamapipe.server._time_limit import check_time_limit
@@ -108,8 +108,7 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
     if request.stream:
         return EventStream(exchange, encoded(exchange, job, encoder), sign=encoder.news)
     done = await job.complete()
-    counts = counts_of(done, job.is_empty)
-    exchange.count(counts.n_prompt, counts.n_completion)
+    counts = counted(exchange, done, is_empty=job.is_empty)
     return JsonResponse(
         encoder.whole(done, counts, await job.prompt_tokens() if request.return_token_ids else ())
     )
@@ -129,7 +128,6 @@ async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
 
 
 def _template_args(request: ChatRequest) -> dict[str, Any]:
-    """Return the template's arguments. Raises ApiError 400."""
     args = template_args(request.chat_template_kwargs, request.reasoning_effort, "reasoning_effort")
     if request.documents is not None:
         args.setdefault("documents", request.documents)
@@ -137,7 +135,6 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
 
 
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
-    """Return the request as a job of the engine. Raises ApiError."""
     check_n_messages(exchange.server, request.messages, "messages")
     limit = token_limit(
         max_tokens=request.max_tokens,

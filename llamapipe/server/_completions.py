@@ -15,9 +15,10 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import Prompt, given_prompts, n_prompts, prompts_of
-from llamapipe.server._job import TextJob, encoded
+from llamapipe.server._job import TextJob, counted, encoded
 from llamapipe.server._limits import check_top, total_choices
 from llamapipe.server._sampling import (
+    Constraint,
     LoraScale,
     Prediction,
     Sampling,
@@ -141,9 +142,7 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
     if not request.stream:
         job, encoder = await _prepared(exchange, request)
         done = await job.complete()
-        counts = job.counts_of(done)
-        exchange.count(counts.n_prompt, counts.n_completion)
-        return JsonResponse(encoder.whole(done, counts))
+        return JsonResponse(encoder.whole(done, counted(exchange, *done, is_empty=job.is_empty)))
     encoders: list[CompletionEncoder] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -164,7 +163,6 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
 
 
 async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[TextJob, CompletionEncoder]:
-    """Return the request as a job of the engine, and the encoder of its answer. Raises ApiError."""
     request.check()
     model = exchange.server.check_model(request.model)
     n = 1 if request.n is None else request.n
@@ -210,8 +208,7 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
     params = request.params(exchange.server, **more)
-    constraint = request.constraint()
-    await check_params(exchange.server, params, "" if constraint is None else constraint.field)
+    await check_params(exchange.server, params, request.constraint())
     prompts = await prompts_of(
         exchange.server,
         request.prompt,
@@ -241,11 +238,8 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
     return job, encoder
 
 
-async def check_params(state: ServerState, params: SamplingParams, field: str) -> None:
-    """Check params against the engine's model, before any prompt. Raises ApiError 400, which names the field.
-
-    ``field``: the request's field that holds the constraint, if there is one.
-    """
+async def check_params(state: ServerState, params: SamplingParams, constraint: Constraint | None) -> None:
+    """Check params against the engine's model, before any prompt. Raises ApiError 400, which names the field."""
     engine = state.engine
     try:
         if takes_long((), params):  # a constraint is compiled now, and the result is kept
@@ -253,4 +247,4 @@ async def check_params(state: ServerState, params: SamplingParams, field: str) -
         else:
             engine.check_params(params)
     except InvalidRequestError as e:
-        raise with_field(e, field) from None
+        raise with_field(e, "" if constraint is None else constraint.field) from None

@@ -12,7 +12,15 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from llamapipe.params import SamplingParams
-from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta, Timings, TokenLogprob
+from llamapipe.results import (
+    ChatCompletion,
+    ChatDelta,
+    Completion,
+    Delta,
+    FinishReason,
+    Timings,
+    TokenLogprob,
+)
 from llamapipe.server._time_limit import text_choice, until_line
 from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.endpoint import SUBMITTED, Exchange
@@ -47,11 +55,13 @@ class Job(Protocol[Part_co]):
 
 
 class TextJob:
-    """Tokenized prompts with their params: ``n`` choices of each.
+    """Tokenized prompts with their params: ``n`` choices of each. ``late_reason``: why a time limit ended a text.
 
     ``is_empty``: the request asks for no tokens. The engine computes the prompt and one token, which is not returned.
     ``most_ms``: see ``until_line``; 0: no limit.
     """
+
+    late_reason: FinishReason = "length"
 
     def __init__(
         self,
@@ -68,7 +78,7 @@ class TextJob:
         self._timeout = exchange.server.settings.timeout_s
         self._prompts = prompts
         self._params = params
-        self._is_empty = is_empty
+        self.is_empty = is_empty
         self._n_cached = [0] * len(prompts)
         self.n = n
         self.n_prompt_tokens = sum(map(len, prompts))
@@ -117,16 +127,6 @@ class TextJob:
             )
         return completions
 
-    def counts_of(self, done: Sequence[Completion]) -> Counts:
-        """Return the token counts of complete answers."""
-        return Counts(
-            sum(completion.n_prompt_tokens for completion in done),
-            sum(completion.n_cached_tokens for completion in done),
-            0 if self._is_empty else sum(completion.n_completion_tokens for completion in done),
-            sum(completion.n_drafted_tokens for completion in done),
-            sum(completion.n_accepted_tokens for completion in done),
-        )
-
     async def prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
         """Return the log-probabilities of each prompt's tokens, for a stream that shows them first.
 
@@ -150,7 +150,9 @@ class TextJob:
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """Return one stream for each choice, starting with the first prompt's choices."""
         streams = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
-        return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
+        if not self._most_ms:
+            return streams
+        return [until_line(stream, self._most_ms, self.late_reason) for stream in streams]
 
     async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
         params = replace(self._params, n=1, prompt_logprobs=None)
@@ -165,21 +167,23 @@ class TextJob:
             async for delta in stream:
                 if i == 0:  # the first of a prompt's choices computes it for the others
                     self._n_cached[p] = stream.n_cached_tokens
-                if self._is_empty:
+                if self.is_empty:
                     yield delta._replace(text="", token_ids=(), finish_reason="length")
                     return
                 yield delta
 
 
-def counts_of(done: ChatCompletion, is_empty: bool = False) -> Counts:
-    """Return the token counts of a complete answer. ``is_empty``: the request asked for no tokens."""
-    return Counts(
-        done.n_prompt_tokens,
-        done.n_cached_tokens,
-        0 if is_empty else done.n_completion_tokens,
-        done.n_drafted_tokens,
-        done.n_accepted_tokens,
+def counted(exchange: Exchange, *done: Completion | ChatCompletion, is_empty: bool = False) -> Counts:
+    """Return the token counts of complete answers, and record them. ``is_empty``: the request asked for no tokens."""
+    counts = Counts(
+        sum(answer.n_prompt_tokens for answer in done),
+        sum(answer.n_cached_tokens for answer in done),
+        0 if is_empty else sum(answer.n_completion_tokens for answer in done),
+        sum(answer.n_drafted_tokens for answer in done),
+        sum(answer.n_accepted_tokens for answer in done),
     )
+    exchange.count(counts.n_prompt, counts.n_completion)
+    return counts
 
 
 async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:

@@ -8,6 +8,7 @@ depend on the text and the time so far.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -35,7 +36,7 @@ from llamapipe.server._sampling import (
     chosen_samplers,
     listed_biases,
 )
-from llamapipe.server._time_limit import check_time_limit, until_line
+from llamapipe.server._time_limit import check_time_limit
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.dialects.openai_stream import system_fingerprint
@@ -146,11 +147,9 @@ async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prom
 async def _prepared(
     exchange: Exchange, request: LlamaServerRequest, prompts: Prompts
 ) -> tuple[_Job, LlamaServerEncoder]:
-    """Return the request as a job of the engine, and the encoder of its answer. Raises ApiError."""
     model = exchange.server.check_model(request.model or None)
     params = _params(exchange, request)
-    constraint = request.constraint()
-    await check_params(exchange.server, params, "" if constraint is None else constraint.field)
+    await check_params(exchange.server, params, request.constraint())
     tokens, is_cut = await prompts()
     wanted = tuple(request.response_fields or ())
     with_texts = not wanted or "prompt" in [path.partition("/")[0] for path in wanted]
@@ -190,7 +189,6 @@ def _n_choices(request: LlamaServerRequest) -> int:
 
 
 def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
-    """Return the request's options. Raises ApiError 400."""
     tokenize = partial(exchange.server.engine.model.vocab.tokenize, add_special=False)
     limit = _limit(request)
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1), "n": 1}
@@ -227,57 +225,42 @@ async def lora_adapters(exchange: Exchange) -> Response:
 
 
 # ---- the text of a choice
+_LAST_INDENT = re.compile(r"\n[ \t]*\Z")
+
+
 class TextLimits:
     """Cuts a text as ``n_indent`` asks. Text is held back while it may still be cut."""
 
     def __init__(self, n_indent: int | None) -> None:
-        self._n_indent = n_indent or 0
-        self._text = ""
-        self._n_shown = 0
-        self._line: int | None = None  # where a line begins whose indentation is not known yet
-        self._from = 0  # where the next newline is looked for
+        # The end of a line, and as much of the next one as is too little.
+        self._cut = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=[^ \t])") if n_indent else None
+        self._line = ""  # the end of the last line and the indentation of the next, while that may grow
         self.is_over = False
 
     def __repr__(self) -> str:
-        return f"<TextLimits n_characters={len(self._text)} is_over={self.is_over}>"
+        return f"<TextLimits line={self._line!r} is_over={self.is_over}>"
 
     def push(self, text: str) -> str:
         """Take new text. Returns the text that can be shown."""
-        self._text += text
-        if self._n_indent:
-            self._follow_lines()
-        return self._shown(len(self._text) if self._line is None or self.is_over else self._line)
-
-    def _follow_lines(self) -> None:
-        while True:
-            if self._line is None:
-                newline = self._text.find("\n", self._from)
-                if newline < 0:
-                    self._from = len(self._text)
-                    return
-                self._line = newline + 1
-            end = self._line
-            while self._text[end : end + 1] in (" ", "\t"):
-                end += 1
-            if end == len(self._text):
-                return
-            if end - self._line < self._n_indent:
-                self._text = self._text[:end]
-                self.is_over = True
-                return
-            self._line, self._from = None, end
+        if self._cut is None:
+            return text
+        text, start = self._line + text, len(self._line[:1])  # the line's end was shown
+        if cut := self._cut.search(text):
+            self.is_over = True
+            return text[start : cut.end()]
+        last = _LAST_INDENT.search(text)
+        self._line = "" if last is None else last[0]
+        return text[start:] if last is None else text[start : last.start() + 1]
 
     def finish(self) -> str:
         """Return the text that is still held back, at the end."""
-        return self._shown(len(self._text))
-
-    def _shown(self, end: int) -> str:
-        start, self._n_shown = self._n_shown, max(end, self._n_shown)
-        return self._text[start:end]
+        return self._line[1:]
 
 
 class _Job(TextJob):
     """The choices, each of which may end before the engine ends it. ``texts``: their prompts, set when they end."""
+
+    late_reason = CUT
 
     def __init__(
         self,
@@ -288,7 +271,8 @@ class _Job(TextJob):
         with_texts: bool,
     ) -> None:
         n = _n_choices(request)
-        super().__init__(exchange, prompts, params, n, is_empty=_limit(request) == 0)
+        most_ms = check_time_limit(request.t_max_predict_ms)
+        super().__init__(exchange, prompts, params, n, _limit(request) == 0, most_ms)
         self.prompts = [tokens for tokens in prompts for _ in range(n)]
         self.texts = [""] * len(self.prompts)
         self._request = request
@@ -297,10 +281,7 @@ class _Job(TextJob):
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
         """Return one stream for each choice."""
-        most_ms = check_time_limit(self._request.t_max_predict_ms)
-        streams = super().streams()
-        timed = [until_line(parts, most_ms, CUT) for parts in streams] if most_ms else streams
-        return [self._limited(index, parts) for index, parts in enumerate(timed)]
+        return [self._limited(index, parts) for index, parts in enumerate(super().streams())]
 
     async def _limited(
         self, index: int, parts: AsyncGenerator[Delta | None, None]

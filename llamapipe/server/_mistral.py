@@ -14,7 +14,7 @@ from llamapipe.params import SamplingParams
 from llamapipe.server._completions import check_params, token_limit
 from llamapipe.server._fields import Unused
 from llamapipe.server._generation import fim_prompt_of
-from llamapipe.server._job import TextJob, encoded
+from llamapipe.server._job import TextJob, counted, encoded
 from llamapipe.server._sampling import Sampling
 from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -41,8 +41,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
     params = _params(exchange, request)
 
     async def prompt() -> list[int]:
-        constraint = request.constraint()
-        await check_params(state, params, "" if constraint is None else constraint.field)
+        await check_params(state, params, request.constraint())
         text = FimText(request.prompt, request.suffix or "", order=state.settings.fim_order)
         return (
             await fim_prompt_of(state, text, fim_room(state.engine.n_ctx, params.max_tokens), "prompt")
@@ -52,9 +51,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
     if not request.stream:
         job = TextJob(exchange, [await prompt()], params)
         done = await job.complete()
-        counts = job.counts_of(done)
-        exchange.count(counts.n_prompt, counts.n_completion)
-        return JsonResponse(encoder.whole(done[0], counts))
+        return JsonResponse(encoder.whole(done[0], counted(exchange, *done)))
 
     async def events() -> AsyncGenerator[bytes, None]:
         job = TextJob(exchange, [await prompt()], params)
@@ -66,7 +63,6 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
 
 
 def _params(exchange: Exchange, request: FimRequest) -> SamplingParams:
-    """Return the request's options. Raises ApiError 400."""
     if request.random_seed is not None:
         if request.seed is not None:
             raise ApiError(400, "seed and random_seed are the same option; give one", "random_seed")

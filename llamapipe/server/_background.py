@@ -46,7 +46,7 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class Background:
-    """Computes the answers that wait in the store, from ``start`` to ``stop``. Use it on the event loop's thread.
+    """Computes the answers that wait in the store, from ``start`` to ``stop``; see ``LaterWork``.
 
     ``application``: the application of this process.
     """
@@ -73,12 +73,10 @@ class Background:
         return self._presence.name
 
     def start(self) -> None:
-        """Start computing, including what an earlier server left unfinished. A second call does nothing."""
         if self._main is None and not self._is_stopping and not self._gate.is_behind_front:
             self._main = asyncio.ensure_future(self._compute())
 
     async def stop(self) -> None:
-        """Stop, and leave unfinished work to the next server or to this server's other processes."""
         self._is_stopping = True
         self.tell()
         if self._main is None:
@@ -94,16 +92,13 @@ class Background:
             self._presence.sign_out()
 
     def wake(self) -> None:
-        """Wake the computing task: there may be something to compute or to cancel."""
         self._wanted.set()
 
     def tell(self) -> None:
-        """Notify the waiting readers that streams have new events."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def news(self) -> bool:
-        """Wait until a stream may have new events. Returns False if the server is shutting down."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _FOLLOW_S)
         return not (self._is_stopping or self._gate.draining)

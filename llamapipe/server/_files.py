@@ -40,6 +40,8 @@ _AGE_S = 60.0  # between two looks for what has expired
 _DAY_S = 86_400
 ACTIVE = ("validating", "in_progress", "cancelling")
 _ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
+_SET_LATER = ("model", "errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at",
+              "failed_at", "expired_at", "cancelling_at", "cancelled_at")  # fmt: skip
 _SCHEMA = """
 CREATE TABLE files (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
     purpose TEXT NOT NULL, name TEXT NOT NULL, n_bytes INTEGER NOT NULL DEFAULT 0, created_at INTEGER NOT NULL,
@@ -215,23 +217,13 @@ class Files(Database):
             "id": f"batch_{uuid.uuid4().hex}",
             "object": "batch",
             "endpoint": endpoint,
-            "model": None,
-            "errors": None,
             "input_file_id": input_id,
             "completion_window": window,
             "status": "validating",
-            "output_file_id": None,
-            "error_file_id": None,
             "created_at": now,
-            "in_progress_at": None,
             "expires_at": now + window_s,
-            "finalizing_at": None,
-            "completed_at": None,
-            "failed_at": None,
-            "expired_at": None,
-            "cancelling_at": None,
-            "cancelled_at": None,
             "metadata": dict(metadata),
+            **dict.fromkeys(_SET_LATER),
         }
         output, errors = (
             self._new_file(owner, f"{body['id']}_{kind}.jsonl", "batch_output", results_s, is_ready=False)

@@ -400,7 +400,6 @@ async def _opened(
 
 
 def _template_args(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the template's arguments. Raises ApiError 400."""
     effort = None if request.reasoning is None else request.reasoning.effort
     return template_args(request.chat_template_kwargs, effort, "reasoning.effort")
 
@@ -587,21 +586,16 @@ class _Answer:
         engine, is_gone = self._exchange.server.engine, False
         engine.hold_conversation(self._name)
         try:
-            async with aclosing(self._ran_all(calls)) as ran:
-                async for event in ran:
-                    yield event
+            for place, item in calls:
+                item["status"] = "incomplete"  # if it does not end
+                if not self._encoder.is_cut:
+                    await self._run(item)
+                yield self._encoder.ran(place, item)
         except (asyncio.CancelledError, GeneratorExit):
             is_gone = True
             raise
         finally:
             engine.release_conversation(self._name, is_done=is_gone)
-
-    async def _ran_all(self, calls: Sequence[tuple[int, Item]]) -> AsyncGenerator[bytes, None]:
-        for place, item in calls:
-            item["status"] = "incomplete"  # if it does not end
-            if not self._encoder.is_cut:
-                await self._run(item)
-            yield self._encoder.ran(place, item)
 
     async def _run(self, item: Item) -> None:
         timeout_s = self._exchange.server.settings.timeout_s

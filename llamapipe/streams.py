@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from queue import Empty
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar
 
 from llamapipe._engine.calls.chat import CheckedChat
 from llamapipe._engine.calls.prompts import CheckedPrompt
@@ -31,6 +30,8 @@ from llamapipe.types import Observation
 from llamapipe.work.long_work import running_loop, to_thread
 
 _RUNNING = State.RUNNING  # a global, because it is read for each token
+S = TypeVar("S", bound="StreamReader")
+C = TypeVar("C")
 BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
 
 
@@ -160,6 +161,56 @@ class StreamReader(NotCopyable):
             if observed is not None:
                 observed.drop()
             self.cancel()
+
+
+class ChatReader(NotCopyable, Generic[S]):
+    """What both kinds of chat stream share: the stream below, its counters, cancellation."""
+
+    def __init__(self, open_stream: Callable[[CheckedPrompt], S]) -> None:
+        self.n_prompt_tokens = 0
+        self._open_stream = open_stream
+        self._stream: S | None = None
+        self._parser: DeltaParser | None = None
+        self._closed = False
+
+    def _open(self, item: CheckedChat) -> None:
+        self._parser = item.delta_parser()
+        self.n_prompt_tokens = self._parser.n_prompt_tokens
+        self._stream = self._open_stream(item.item)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._stream!r}>"
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """The number of prompt tokens that came from the prefix cache; 0 before the first part."""
+        return 0 if self._stream is None else self._stream.n_cached_tokens
+
+    @property
+    def n_drafted_tokens(self) -> int:
+        """The number of guessed tokens computed so far."""
+        return 0 if self._stream is None else self._stream.n_drafted_tokens
+
+    @property
+    def n_accepted_tokens(self) -> int:
+        """The number of guessed tokens that were right so far."""
+        return 0 if self._stream is None else self._stream.n_accepted_tokens
+
+    @property
+    def slot_at(self) -> float | None:
+        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
+        return None if self._stream is None else self._stream.slot_at
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed; None while the request waits for its first slot."""
+        return None if self._stream is None else self._stream.prompt_progress
+
+    def cancel(self) -> None:
+        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.cancel()
 
 
 class SequenceHandle(NotCopyable):
@@ -330,7 +381,28 @@ def _seed_of_fork(seed: int, index: int) -> int:
 
 
 # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
-class AsyncStream(StreamReader):
+class AsyncClosing(NotCopyable):
+    """An iterator over what a request generates; closing it cancels the request."""
+
+    def cancel(self) -> None:
+        """End the request within a step."""
+        raise NotImplementedError
+
+    def __aiter__(self: C) -> C:
+        return self
+
+    async def aclose(self) -> None:
+        """Do the same as ``cancel``."""
+        self.cancel()
+
+    async def __aenter__(self: C) -> C:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class AsyncStream(StreamReader, AsyncClosing):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
     Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
@@ -349,9 +421,6 @@ class AsyncStream(StreamReader):
         self._make: Callable[[], tuple[Request, AsyncMailbox]] | None = make
         self._submit = submit
         self._alone = OneTask("stream")
-
-    def __aiter__(self) -> AsyncStream:
-        return self
 
     async def __anext__(self) -> Delta:
         with self._alone:
@@ -404,20 +473,8 @@ class AsyncStream(StreamReader):
         self._make = None
         super().cancel()
 
-    async def aclose(self) -> None:
-        """Cancel the request if it is not finished."""
-        self.cancel()
 
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class AsyncChatStream(NotCopyable):
+class AsyncChatStream(ChatReader[AsyncStream], AsyncClosing):
     """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
@@ -429,52 +486,11 @@ class AsyncChatStream(NotCopyable):
         item: CheckedChat | Callable[[], Awaitable[CheckedChat]],
         open_stream: Callable[[CheckedPrompt], AsyncStream],
     ) -> None:
-        self.n_prompt_tokens = 0
-        self._build = item if callable(item) else None
-        self._open_stream = open_stream
-        self._stream: AsyncStream | None = None
-        self._parser: DeltaParser | None = None
-        self._closed = False
+        super().__init__(open_stream)
         self._alone = OneTask("stream")
+        self._build = item if callable(item) else None
         if not callable(item):
             self._open(item)
-
-    def _open(self, item: CheckedChat) -> None:
-        self._build = None
-        self._parser = item.delta_parser()
-        self.n_prompt_tokens = self._parser.n_prompt_tokens
-        self._stream = self._open_stream(item.item)
-
-    def __repr__(self) -> str:
-        return f"<AsyncChatStream of {self._stream!r}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """The number of prompt tokens that came from the prefix cache; 0 before the first part."""
-        return 0 if self._stream is None else self._stream.n_cached_tokens
-
-    @property
-    def n_drafted_tokens(self) -> int:
-        """The number of guessed tokens computed so far."""
-        return 0 if self._stream is None else self._stream.n_drafted_tokens
-
-    @property
-    def n_accepted_tokens(self) -> int:
-        """The number of guessed tokens that were right so far."""
-        return 0 if self._stream is None else self._stream.n_accepted_tokens
-
-    @property
-    def slot_at(self) -> float | None:
-        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
-        return None if self._stream is None else self._stream.slot_at
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
-        return None if self._stream is None else self._stream.prompt_progress
-
-    def __aiter__(self) -> AsyncChatStream:
-        return self
 
     async def __anext__(self) -> ChatDelta:
         with self._alone:
@@ -503,28 +519,11 @@ class AsyncChatStream(NotCopyable):
         if self._build is not None and not self._closed:
             item = await self._build()
             if not self._closed:
+                self._build = None
                 self._open(item)
 
-    def cancel(self) -> None:
-        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
-        self._closed = True
-        if self._stream is not None:
-            self._stream.cancel()
 
-    async def aclose(self) -> None:
-        """Cancel the request if it is not finished."""
-        self.cancel()
-
-    async def __aenter__(self) -> AsyncChatStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class AsyncGeneration(SequenceHandle):
+class AsyncGeneration(SequenceHandle, AsyncClosing):
     """A sequence to which each ``next`` adds one token; nothing is computed ahead of a call.
 
     For one task at a time, except ``cancel`` and ``aclose``: a call while another one runs raises RuntimeError. Between
@@ -545,9 +544,6 @@ class AsyncGeneration(SequenceHandle):
         self._mailbox = mailbox
         self._mailbox.requests.append(request)  # asyncio
         self._alone = OneTask("generation")
-
-    def __aiter__(self) -> AsyncGeneration:
-        return self
 
     async def __anext__(self) -> Token:
         token = await self.next()
@@ -608,18 +604,6 @@ class AsyncGeneration(SequenceHandle):
             self._check_open()
             return await to_thread(self._pack)
 
-    async def aclose(self) -> None:
-        """Do the same as ``cancel``."""
-        self.cancel()
-
-    async def __aenter__(self) -> AsyncGeneration:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
 
 # ---- end of asyncio
 
@@ -647,7 +631,5 @@ class CachedPrefix(NotCopyable):
     def __enter__(self) -> CachedPrefix:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -86,7 +86,7 @@ RULES = [
         (r"\(Iterable, AsyncIterable\)", "Iterable"),
         (r"\bAsyncMailbox\(running_loop\(\), ", "ThreadMailbox("),
         (r"\bAsyncMailbox\b", "ThreadMailbox"),
-        (r"\bAsync(Stream|ChatStream|Generation)\b", r"\1"),
+        (r"\bAsync(Closing|Stream|ChatStream|Generation)\b", r"\1"),
         (r"\bStopAsyncIteration\b", "StopIteration"),
         (r"\b(__)a(next|iter|enter|exit)__\b", r"\1\2__"),
         (r"\baclosing\b", "closing"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import Empty
 from time import perf_counter
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 from llamapipe._engine.calls.chat import CheckedChat
@@ -15,18 +14,39 @@ from llamapipe._engine.runtime.mailboxes import ThreadMailbox
 from llamapipe._engine.runtime.snapshot import SnapshotFormat
 from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe.arguments import check_int
-from llamapipe.chat.deltas import DeltaParser
 from llamapipe.locks import OneCall
 from llamapipe.native.not_copyable import NotCopyable
 from llamapipe.results import ChatDelta, Delta, Token
 from llamapipe.streams import (
-    PromptProgress,
+    C,
+    ChatReader,
     SequenceHandle,
     StreamReader,
 )
 
 
-class Stream(StreamReader):
+class Closing(NotCopyable):
+    """An iterator over what a request generates; closing it cancels the request."""
+
+    def cancel(self) -> None:
+        """End the request within a step."""
+        raise NotImplementedError
+
+    def __iter__(self: C) -> C:
+        return self
+
+    def close(self) -> None:
+        """Do the same as ``cancel``."""
+        self.cancel()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class Stream(StreamReader, Closing):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
     Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
@@ -45,9 +65,6 @@ class Stream(StreamReader):
         self._make: Callable[[], tuple[Request, ThreadMailbox]] | None = make
         self._submit = submit
         self._alone = OneCall("stream")
-
-    def __iter__(self) -> Stream:
-        return self
 
     def __next__(self) -> Delta:
         with self._alone:
@@ -98,20 +115,8 @@ class Stream(StreamReader):
         self._make = None
         super().cancel()
 
-    def close(self) -> None:
-        """Cancel the request if it is not finished."""
-        self.cancel()
 
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class ChatStream(NotCopyable):
+class ChatStream(ChatReader[Stream], Closing):
     """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
@@ -123,52 +128,11 @@ class ChatStream(NotCopyable):
         item: CheckedChat | Callable[[], CheckedChat],
         open_stream: Callable[[CheckedPrompt], Stream],
     ) -> None:
-        self.n_prompt_tokens = 0
-        self._build = item if callable(item) else None
-        self._open_stream = open_stream
-        self._stream: Stream | None = None
-        self._parser: DeltaParser | None = None
-        self._closed = False
+        super().__init__(open_stream)
         self._alone = OneCall("stream")
+        self._build = item if callable(item) else None
         if not callable(item):
             self._open(item)
-
-    def _open(self, item: CheckedChat) -> None:
-        self._build = None
-        self._parser = item.delta_parser()
-        self.n_prompt_tokens = self._parser.n_prompt_tokens
-        self._stream = self._open_stream(item.item)
-
-    def __repr__(self) -> str:
-        return f"<ChatStream of {self._stream!r}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """The number of prompt tokens that came from the prefix cache; 0 before the first part."""
-        return 0 if self._stream is None else self._stream.n_cached_tokens
-
-    @property
-    def n_drafted_tokens(self) -> int:
-        """The number of guessed tokens computed so far."""
-        return 0 if self._stream is None else self._stream.n_drafted_tokens
-
-    @property
-    def n_accepted_tokens(self) -> int:
-        """The number of guessed tokens that were right so far."""
-        return 0 if self._stream is None else self._stream.n_accepted_tokens
-
-    @property
-    def slot_at(self) -> float | None:
-        """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
-        return None if self._stream is None else self._stream.slot_at
-
-    @property
-    def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
-        return None if self._stream is None else self._stream.prompt_progress
-
-    def __iter__(self) -> ChatStream:
-        return self
 
     def __next__(self) -> ChatDelta:
         with self._alone:
@@ -197,28 +161,11 @@ class ChatStream(NotCopyable):
         if self._build is not None and not self._closed:
             item = self._build()
             if not self._closed:
+                self._build = None
                 self._open(item)
 
-    def cancel(self) -> None:
-        """End the request within a step; then the stream ends. A second call does nothing. Any thread."""
-        self._closed = True
-        if self._stream is not None:
-            self._stream.cancel()
 
-    def close(self) -> None:
-        """Cancel the request if it is not finished."""
-        self.cancel()
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
-class Generation(SequenceHandle):
+class Generation(SequenceHandle, Closing):
     """A sequence to which each ``next`` adds one token; nothing is computed ahead of a call.
 
     For one task at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError. Between
@@ -238,9 +185,6 @@ class Generation(SequenceHandle):
         super().__init__(engine_thread, request, n_vocab, n_ctx, layout)
         self._mailbox = mailbox
         self._alone = OneCall("generation")
-
-    def __iter__(self) -> Generation:
-        return self
 
     def __next__(self) -> Token:
         token = self.next()
@@ -298,15 +242,3 @@ class Generation(SequenceHandle):
         with self._alone:
             self._check_open()
             return self._pack()
-
-    def close(self) -> None:
-        """Do the same as ``cancel``."""
-        self.cancel()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()

@@ -79,6 +79,7 @@ RULES = [
         # Work that would block an event loop, run elsewhere: here it is a plain call.
         (r"\bawait (?:self\._long_work\.run_off_loop|to_thread)\(\s*([\w.]+)(?:,\s*|(?=\)))", r"\1("),
         (r"\bawait ", ""),
+        (r"\bAn asynchronous iterator\b", "An iterator"),
         (r"\bas_async\((\w+)\)", r"\1"),
         (r"\bAwaitable\[([^\[\]]*)\]", r"\1"),
         (r"\bAsyncGenerator\[(.*), None\]", r"Iterator[\1]"),

@@ -47,7 +47,7 @@ class Closing(NotCopyable):
 
 
 class Stream(StreamReader, Closing):
-    """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
+    """An iterator over a request's deltas. Closing or dropping it cancels the request.
 
     Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
     second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
@@ -117,7 +117,7 @@ class Stream(StreamReader, Closing):
 
 
 class ChatStream(ChatReader[Stream], Closing):
-    """An asynchronous iterator over the parts of an answer. Closing or dropping it cancels the request.
+    """An iterator over the parts of an answer. Closing or dropping it cancels the request.
 
     ``n_prompt_tokens``: length of the prompt; 0 until the conversation is rendered. Tasks, slow readers and errors are
     handled as in ``Stream``.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets, TokenScore
@@ -84,7 +85,7 @@ class Sink:
 class TextSink(Sink):
     """A sink that gives text with each token. ``skip_space``: leave out a space at the beginning of the text."""
 
-    __slots__ = ("_piece", "_skip_space", "_stops", "_text", "mailbox")
+    __slots__ = ("_last", "_piece", "_skip_space", "_stops", "_text", "mailbox")
 
     def __init__(
         self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...], skip_space: bool = False
@@ -94,6 +95,7 @@ class TextSink(Sink):
         self._stops = stops
         self._skip_space = skip_space
         self._text = TextStream(stops, skip_space)
+        self._last: Any = None  # kept for ``finish``
 
     def restart_text(self, at_start: bool) -> None:
         """Drop partial characters and held text because the sequence was changed.
@@ -290,13 +292,8 @@ class ScoreSink(Sink):
 class DeltaSink(TextSink):
     """Puts a Delta into the mailbox for every token, the last with the finish reason."""
 
-    __slots__ = ("_last",)
-
-    def __init__(
-        self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...], skip_space: bool = False
-    ) -> None:
-        super().__init__(mailbox, piece, stops, skip_space)
-        self._last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] = ("", (), None)
+    __slots__ = ()
+    _last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] | None
 
     def token(self, request: Request, token: int) -> bool:
         """Hand over text and token, or keep them for ``finish`` if it follows at once."""
@@ -304,7 +301,7 @@ class DeltaSink(TextSink):
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
         if stopped or request.finish_reason is not None:
-            if self._last[1]:  # after a right guess the last step has several tokens
+            if self._last is not None:  # after a right guess the last step has several tokens
                 self.mailbox.put(Delta(*self._last, None))
             self._last = (text, (token,), logprobs)
         else:
@@ -316,7 +313,7 @@ class DeltaSink(TextSink):
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return
-        text, tokens, logprobs = self._last
+        text, tokens, logprobs = self._last or ("", (), None)
         if request.wants_logprobs and logprobs is None:
             logprobs = ()
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
@@ -327,13 +324,8 @@ class DeltaSink(TextSink):
 class TokenSink(TextSink):
     """Puts a Token into the mailbox for every token, and None if there is no token for a ``next``."""
 
-    __slots__ = ("_last",)
-
-    def __init__(
-        self, mailbox: Mailbox, piece: Piece, stops: tuple[str, ...], skip_space: bool = False
-    ) -> None:
-        super().__init__(mailbox, piece, stops, skip_space)
-        self._last: Token | None = None
+    __slots__ = ()
+    _last: Token | None
 
     def continue_character(self, generated: bytes) -> None:
         """Continue after text that ended with these bytes; the last of them may be part of a character."""

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter, thread_time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -226,7 +226,7 @@ def request_of(share: str, name: str, n_parts: int, priority: int = 0) -> Any:
 
 def test_images_of_shares_are_encoded_in_turn() -> None:
     slow = SlowEncoder()
-    encoder = MediaEncoder(slow)
+    encoder = MediaEncoder(cast(Any, slow))
     done: list[tuple[Any, Exception | None]] = []
     requests = [
         request_of("a", "a", 3),

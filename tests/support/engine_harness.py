@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from llamapipe._engine.calls.queue_limit import QueueLimit
 from llamapipe._engine.policy.core import Request, RequestSpec
@@ -167,7 +167,7 @@ class EngineHarness:
         return Generation(self.engine_thread, request, mailbox, N_VOCAB, self.context.n_ctx, self.layout)
 
     def layout(self, adapters: object = None) -> SnapshotFormat:
-        return SnapshotFormat(bytes(16), 4, "f16", "f16", AsItIs())
+        return SnapshotFormat(bytes(16), 4, "f16", "f16", cast(Any, AsItIs()))
 
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""

@@ -19,10 +19,10 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llamapipe.errors import BackendError
-from llamapipe.host.cpu_load import BudgetMember, cpu_load, process_budget
+from llamapipe.host.cpu_load import BudgetMember, CpuLoad, cpu_load, process_budget
 from llamapipe.llama.context import Context
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu
@@ -207,42 +207,6 @@ _DELAY_EVERY_S = 0.008  # reading the run delay of one thread takes 2 us
 _CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms
 
 
-class ComputeThreads(Protocol):
-    """The threads of a context, as the tuner needs them."""
-
-    @property
-    def n_threads(self) -> int:
-        """The number of threads that compute."""
-
-    def set_threads(self, n_threads: int) -> None:
-        """Compute with another number of threads from the next decode on. Raises BackendError."""
-
-    def compute_thread_ids(self) -> list[int]:
-        """Return the kernel's ids of the threads that compute; empty before the first decode."""
-
-
-class LoadCounters(Protocol):
-    """Counters of the machine's load; see ``llamapipe.host.cpu_load.CpuLoad``."""
-
-    def watch(self, thread_ids: Iterable[int]) -> None:
-        """Read the counters of these threads from now on."""
-
-    def run_and_delay_s(self) -> tuple[float, float]:
-        """Return the seconds that the threads ran, and the seconds that they waited for a core."""
-
-    def idle_s(self) -> float:
-        """Return the seconds that the cores were idle."""
-
-    def n_throttled(self) -> int:
-        """Return how often the control group has used up its time."""
-
-    def process_s(self) -> float:
-        """Return the seconds that all threads of this process ran."""
-
-    def close(self) -> None:
-        """Close the files that it reads."""
-
-
 class ThreadTuner:
     """Adjusts the number of a context's threads as the load of the machine changes.
 
@@ -253,9 +217,9 @@ class ThreadTuner:
 
     def __init__(
         self,
-        threads: ComputeThreads,
+        threads: Context | EmbeddingContext,
         member: BudgetMember,
-        load: LoadCounters | None,
+        load: CpuLoad | None,
         is_fixed: bool = False,
         trace: Trace | None = None,
     ) -> None:
@@ -336,7 +300,7 @@ class ThreadTuner:
         if self._load is not None:
             self._load.close()
 
-    def _observe(self, policy: RunDelayPolicy, load: LoadCounters, now_s: float) -> None:
+    def _observe(self, policy: RunDelayPolicy, load: CpuLoad, now_s: float) -> None:
         if not self._is_watching:
             self._watch(load, now_s)
             return
@@ -376,19 +340,19 @@ class ThreadTuner:
         if self._by_delay is not None and self._load is not None:
             self._watch(self._load, now_s)
 
-    def _watch(self, load: LoadCounters, now_s: float) -> None:
+    def _watch(self, load: CpuLoad, now_s: float) -> None:
         ids = self._threads.compute_thread_ids()
         self._is_watching = bool(ids)
         load.watch(ids)
         self._restart_delay(load, now_s)
         self._restart_cores(load, now_s)
 
-    def _restart_delay(self, load: LoadCounters, now_s: float) -> None:
+    def _restart_delay(self, load: CpuLoad, now_s: float) -> None:
         self._delay_s = load.run_and_delay_s()[1]
         self._n_throttled = load.n_throttled()
         self._delay_began_s, self._next_s = now_s, now_s + _DELAY_EVERY_S
 
-    def _restart_cores(self, load: LoadCounters, now_s: float) -> None:
+    def _restart_cores(self, load: CpuLoad, now_s: float) -> None:
         self._idle_s, self._run_s, self._process_s = (
             load.idle_s(),
             load.run_and_delay_s()[0],

@@ -18,21 +18,17 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from llamapipe._engine.policy.core import Embeddings, Request, State
+from llamapipe._engine.policy.core import Request, State
 from llamapipe.host.cpu_load import process_budget
 from llamapipe.locks import Lock
 
+if TYPE_CHECKING:
+    from llamapipe.llama.projector import Projector
+
 ENCODER_THREAD_NAME = "llamapipe-encoder"
 Done = Callable[[Request, "Exception | None"], object]
-
-
-class Encoder(Protocol):
-    """Computes the rows of images and sounds."""
-
-    def encode(self, media: Embeddings, n_threads: int) -> bool:
-        """Encode one image or sound, or a part of one. Return False if it was encoded before. Raises DecodeError."""
 
 
 class _Job:
@@ -49,7 +45,7 @@ class _Job:
 class MediaEncoder:
     """Encodes for one engine. ``n_encoded``: images, sounds and parts so far. The engine thread calls ``put``."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Projector) -> None:
         self.n_encoded = 0
         self._encoder = encoder
         # By priority and share, which stand in the order of their turns.

@@ -29,7 +29,7 @@ from itertools import takewhile
 from operator import attrgetter
 from queue import Empty
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llamapipe._engine.policy.core import UNLIMITED, BatchPlan, Request, State, Unused
 from llamapipe._engine.policy.kv import has_media
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from llamapipe._engine.runtime.encoder import MediaEncoder
     from llamapipe.kv_events import Publisher
     from llamapipe.pipeline.trace import Trace
+    from llamapipe.work.long_work import LongWork
 
 
 def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
@@ -78,13 +79,6 @@ _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
 _LOOK_S = 0.02  # between two looks at draws that other threads make
 # After which a late draw's slot is lent; saving and loading its cells takes a few milliseconds.
 _LEND_S = 0.05
-
-
-class Closable(Protocol):
-    """A part of the engine that is closed when the loop ends."""
-
-    def close(self) -> None:
-        """Close it."""
 
 
 class EngineLoop:
@@ -108,7 +102,7 @@ class EngineLoop:
         left_queue: Callable[[Sequence[Request]], object],
         trace: Trace | None = None,
         kv_events: Publisher | None = None,
-        long_work: Closable | None = None,
+        long_work: LongWork | None = None,
         encoder: MediaEncoder | None = None,
         disk: DiskCache | None = None,
     ) -> None:

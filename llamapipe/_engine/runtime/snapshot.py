@@ -13,12 +13,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from llamapipe._engine.policy.core import UNLIMITED
-from llamapipe._engine.runtime.state_layout import Bytes, StateError
+from llamapipe._engine.runtime.state_layout import Bytes, StateError, StateLayout
 from llamapipe.errors import InvalidRequestError
 
 _KIND, _VERSION = b"llpsnap", b"5"
@@ -27,22 +27,6 @@ _HEADER = struct.Struct("<8s16sI8s8sIIIIIQ16s")
 _STATE = struct.Struct("<IQ")  # tokens, bytes
 _NEVER = 2**32 - 1
 _CHECK_BYTES = 16
-
-
-class Layout(Protocol):
-    """The form of a context's states; see ``StateLayout``."""
-
-    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
-        """Return the parts of a context's state of ``n`` tokens in stored form.
-
-        Raises StateError for an unknown form.
-        """
-
-    def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """Return a stored state for this context, and whether it belongs to the end of its tokens.
-
-        Raises StateError.
-        """
 
 
 class SnapshotFormat(NamedTuple):
@@ -56,7 +40,7 @@ class SnapshotFormat(NamedTuple):
     state_version: int
     type_k: str
     type_v: str
-    states: Layout | None
+    states: StateLayout | None
     adapters: bytes = bytes(16)  # the digest of the set that the cells were computed with; zeros: none
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.control import wait_until
@@ -744,7 +744,7 @@ class Stored:
 
 def test_lookups_find_the_longest_prefix(tmp_path: Path) -> None:
     """As often as a file has 64 tokens more; random sequences that share beginnings."""
-    layout = SnapshotFormat(bytes(16), 1, "f16", "f16", Stored())
+    layout = SnapshotFormat(bytes(16), 1, "f16", "f16", cast(Any, Stored()))
     random_ = random.Random(5)
     cache = DiskCache(tmp_path, 2**30, layout, "", 1000, 1000, can_cut=True)
     written: list[tuple[list[int], str | None]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import llamapipe as lp
 from llamapipe._engine.runtime import compute_threads as module
 from llamapipe._engine.runtime.compute_threads import ThreadTuner
 from llamapipe.errors import BackendError
-from llamapipe.host.cpu_load import CoreBudget
+from llamapipe.host.cpu_load import BudgetMember, CoreBudget
 
 GREEDY = lp.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 TICK_S = 0.01
@@ -99,6 +100,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def tuner_of(
+    threads: FakeThreads, member: BudgetMember, load: FakeLoad | None, is_fixed: bool = False
+) -> ThreadTuner:
+    return ThreadTuner(cast(Any, threads), member, cast(Any, load), is_fixed)
+
+
 def steps(tuner: ThreadTuner, n: int, seconds: float = 0.0) -> None:
     """Launches ``n`` steps that took ``seconds`` each, as an executor does."""
     for _ in range(n):
@@ -112,7 +119,7 @@ def steps(tuner: ThreadTuner, n: int, seconds: float = 0.0) -> None:
 
 def test_threads_that_wait_for_cores_become_fewer_and_idle_cores_bring_them_back(clock: Clock) -> None:
     load, threads = FakeLoad(clock), FakeThreads(2)
-    tuner = ThreadTuner(threads, CoreBudget(2).member(), load)
+    tuner = tuner_of(threads, CoreBudget(2).member(), load)
     steps(tuner, 20)
     assert (threads.n_threads, tuner.n_changes) == (2, 0)
     load.delay = 0.8
@@ -130,7 +137,7 @@ def test_threads_that_wait_for_cores_become_fewer_and_idle_cores_bring_them_back
 
 def test_a_throttled_group_is_no_reason_for_fewer_threads(clock: Clock) -> None:
     load, threads = FakeLoad(clock, delay=0.8), FakeThreads(2)
-    tuner = ThreadTuner(threads, CoreBudget(2).member(), load)
+    tuner = tuner_of(threads, CoreBudget(2).member(), load)
     for _ in range(50):
         load.n_throttles += 1
         steps(tuner, 1)
@@ -141,7 +148,7 @@ def test_a_throttled_group_is_no_reason_for_fewer_threads(clock: Clock) -> None:
 
 def test_an_engine_that_wakes_up_on_a_busy_machine_begins_with_fewer_threads(clock: Clock) -> None:
     load, threads = FakeLoad(clock, idle=2.0), FakeThreads(2)
-    tuner = ThreadTuner(threads, CoreBudget(2).member(), load)
+    tuner = tuner_of(threads, CoreBudget(2).member(), load)
     steps(tuner, 3)
     tuner.yield_cores()
     load.idle = 0.9
@@ -157,7 +164,7 @@ def test_an_engine_that_wakes_up_on_a_busy_machine_begins_with_fewer_threads(clo
 
 def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:
     budget = CoreBudget(4)
-    a, b = (ThreadTuner(FakeThreads(4), budget.member(), FakeLoad(clock)) for _ in range(2))
+    a, b = (tuner_of(FakeThreads(4), budget.member(), FakeLoad(clock)) for _ in range(2))
     steps(a, 2)
     assert (a.n_threads, b.n_threads) == (4, 4)
     steps(b, 1)
@@ -173,8 +180,8 @@ def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:
 
 def test_a_chosen_number_stays_and_counts(clock: Clock) -> None:
     budget = CoreBudget(4)
-    fixed = ThreadTuner(FakeThreads(3), budget.member(3), None, is_fixed=True)
-    other = ThreadTuner(FakeThreads(4), budget.member(), FakeLoad(clock))
+    fixed = tuner_of(FakeThreads(3), budget.member(3), None, is_fixed=True)
+    other = tuner_of(FakeThreads(4), budget.member(), FakeLoad(clock))
     steps(fixed, 1)
     steps(other, 1)
     steps(fixed, 100)
@@ -184,7 +191,7 @@ def test_a_chosen_number_stays_and_counts(clock: Clock) -> None:
 
 def test_without_run_delays_steps_are_compared(clock: Clock) -> None:
     threads = FakeThreads(2)
-    tuner = ThreadTuner(threads, CoreBudget(2).member(), None)
+    tuner = tuner_of(threads, CoreBudget(2).member(), None)
     for _ in range(2000):
         steps(tuner, 1, seconds=0.1 if threads.n_threads == 2 else 0.01)
     assert threads.n_threads == 1
@@ -194,7 +201,7 @@ def test_where_no_thread_can_be_started_the_number_stays(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = FakeThreads(2, BackendError("no threads are left"))
-    tuner = ThreadTuner(threads, CoreBudget(2).member(), FakeLoad(clock, delay=1.0))
+    tuner = tuner_of(threads, CoreBudget(2).member(), FakeLoad(clock, delay=1.0))
     steps(tuner, 50)
     assert (threads.n_threads, tuner.n_changes) == (2, 0)
     assert [record.getMessage() for record in caplog.records] == [

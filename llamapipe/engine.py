@@ -100,6 +100,10 @@ _log = logging.getLogger("llamapipe")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
 _N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
+# Cells. With unified KV the attention of every step passes over parked cells: it reads them, or (our kernels) only
+# their places in the mask, which for 7,000 was 2 % of a step of a model of 135M.
+_MAX_PARKED_UNIFIED, _MAX_PARKED_SKIPPED = 512, 8192
+_META_BYTES = 16  # position and sequence of a saved cell
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
 # On a CPU a prompt token takes hardly longer in a step of 256 than in one of 512.
 PREFILL_CUTOFF_TOKENS = 256
@@ -368,18 +372,8 @@ class Engine(BlockingCalls, AsyncOwner):
             drafter = _open_drafter(undo, context, draft, has_mtp, max_itl_s)
             name = "mtp" if has_mtp else "" if draft is None else draft.path.name
             self._draft_text = f" draft={name!r}" if name else ""
-            cache = KvCache.for_context(
-                context,
-                cache_mode,
-                _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes,
-                self._kv_bytes,
-                has_states=context.needs_states,
-                has_cells=not model.has_only_states,
-                window=0 if context.needs_states else model.n_swa,
-                observer=None if publisher is None else publisher.tracker,
-                spills=folder is not None,
-                skips_cells=context.mixes_adapters,  # our attention, and no other device's
-            )
+            n_cache_bytes = _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes
+            cache = _cache(context, cache_mode, n_cache_bytes, self._kv_bytes, publisher, folder is not None)
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
@@ -1409,6 +1403,54 @@ def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
     n_streams = 1 if context.kv_unified else context.n_seq_max
     metadata = context.model.metadata
     return StateLayout.of_empty(*states, n_streams, stores_values(metadata), context.model.has_mrope)
+
+
+def _cache(
+    context: Context,
+    mode: bool | str,
+    host_bytes: int,
+    kv_bytes: int,
+    publisher: Publisher | None,
+    spills: bool,
+) -> KvCache:
+    """Make the cache of a context, with the sharing that the context supports.
+
+    ``mode``: True, ``"exact"`` or False. ``kv_bytes``: the size of the context's cells, 0 if it is not known. Raises
+    ValueError for options that exclude each other.
+    """
+    is_exact = mode == "exact"
+    if is_exact and context.n_batch % context.n_ubatch:
+        raise ValueError(
+            f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch "
+            "that is a multiple of n_ubatch"
+        )
+    if is_exact and context.needs_states and not context.is_recurrent:
+        raise ValueError(
+            "prefix_cache='exact' needs swa_full=True, because rounding depends on where cells are: leave swa_full "
+            "out"
+        )
+    if is_exact and context.kv_unified:
+        raise ValueError(
+            "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
+            "leave n_cells and kv_unified out"
+        )
+    # Our attention, and no other device's, skips cells of other sequences.
+    max_parked = _MAX_PARKED_SKIPPED if context.mixes_adapters else _MAX_PARKED_UNIFIED
+    return KvCache(
+        context.n_seq_max,
+        bool(mode),
+        has_states=context.needs_states,
+        has_cells=not context.model.has_only_states,
+        window=0 if context.needs_states else context.model.n_swa,
+        shares_cells=context.kv_unified,
+        host_bytes=host_bytes if mode else 0,
+        cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
+        max_parked=max_parked if context.kv_unified else None,
+        min_prefix=MIN_PREFIX,
+        exact_multiple=context.n_ubatch if is_exact else None,
+        observer=None if publisher is None else publisher.tracker,
+        spills=spills,
+    )
 
 
 def _scheduler(

@@ -156,10 +156,6 @@ _STATE_SHARE = 0.5  # of the budget of host memory
 _PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
 _OVERHEAD_BYTES = 1024  # of a saved sequence
 MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
-# Cells. With unified KV the attention of every step passes over parked cells: it reads them, or (`skips_cells`) only
-# their places in the mask, which for 7,000 was 2 % of a step of a model of 135M.
-_MAX_PARKED_UNIFIED, _MAX_PARKED_SKIPPED = 512, 8192
-_META_BYTES = 16  # position and sequence of a saved cell
 
 
 class PrefixMatch(NamedTuple):
@@ -181,34 +177,6 @@ class PrefixMatch(NamedTuple):
 
 
 _NO_MATCH = PrefixMatch()
-
-
-class ContextShape(Protocol):
-    """The numbers of a context that its cache depends on."""
-
-    @property
-    def n_seq_max(self) -> int:
-        """Maximum number of sequences."""
-
-    @property
-    def n_cells(self) -> int:
-        """KV cells of all sequences."""
-
-    @property
-    def n_batch(self) -> int:
-        """Maximum number of tokens of a decode."""
-
-    @property
-    def n_ubatch(self) -> int:
-        """Maximum number of tokens computed at a time."""
-
-    @property
-    def kv_unified(self) -> bool:
-        """Whether the sequences share the cells."""
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether sequences have recurrent states."""
 
 
 class KvCache:
@@ -279,58 +247,6 @@ class KvCache:
         self._tree: PrefixTree[Cells] = PrefixTree() if observer is None else ObservedTree(observer)
         self._keys = count()
         self._fixed_bytes = _OVERHEAD_BYTES  # of a saved sequence, whatever its length
-
-    @classmethod
-    def for_context(
-        cls,
-        context: ContextShape,
-        mode: bool | str,
-        host_bytes: int,
-        kv_bytes: int,
-        has_states: bool = False,
-        has_cells: bool = True,
-        window: int = 0,
-        observer: TreeObserver | None = None,
-        spills: bool = False,
-        skips_cells: bool = False,
-    ) -> KvCache:
-        """Make the cache of a context, with the sharing that the context supports.
-
-        ``mode``: True, ``"exact"`` or False. ``kv_bytes``: the size of the context's cells, 0 if it is not known.
-        ``skips_cells``: attention reads no cells of other sequences. KvCache describes the other arguments. Raises
-        ValueError for options that exclude each other.
-        """
-        if mode == "exact" and context.n_batch % context.n_ubatch:
-            raise ValueError(
-                f"n_batch is {context.n_batch} and n_ubatch {context.n_ubatch}; prefix_cache='exact' needs an n_batch "
-                "that is a multiple of n_ubatch"
-            )
-        if mode == "exact" and has_states and not context.is_recurrent:
-            raise ValueError(
-                "prefix_cache='exact' needs swa_full=True, because rounding depends on where cells are: leave swa_full "
-                "out"
-            )
-        if mode == "exact" and context.kv_unified:
-            raise ValueError(
-                "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
-                "leave n_cells and kv_unified out"
-            )
-        max_parked = _MAX_PARKED_SKIPPED if skips_cells else _MAX_PARKED_UNIFIED
-        return cls(
-            context.n_seq_max,
-            bool(mode),
-            has_states=has_states,
-            has_cells=has_cells,
-            window=window,
-            shares_cells=context.kv_unified,
-            host_bytes=host_bytes if mode else 0,
-            cell_bytes=kv_bytes / context.n_cells + _META_BYTES,
-            max_parked=max_parked if context.kv_unified else None,
-            min_prefix=MIN_PREFIX,
-            exact_multiple=context.n_ubatch if mode == "exact" else None,
-            observer=observer,
-            spills=spills,
-        )
 
     def __repr__(self) -> str:
         n_taken = self.n_slots - len(self.free)

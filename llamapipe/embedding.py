@@ -34,7 +34,7 @@ from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.model import MODEL_OPTIONS, Model
 from llamapipe.locks import Lock, check_threads
 from llamapipe.native.owner import AsyncOwner
-from llamapipe.work.long_work import LongWork, running_loop, size_of
+from llamapipe.work.long_work import LongWork, running_loop, settle, size_of
 from llamapipe.work.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -333,7 +333,8 @@ class Embedder(AsyncOwner):
 
         def answer(outcome: list[Floats] | BaseException) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, future, outcome)
+                error = outcome if isinstance(outcome, BaseException) else None
+                loop.call_soon_threadsafe(settle, future, outcome, error)
 
         call = EmbedCall(texts, answer)
         self._worker.submit(call)
@@ -374,15 +375,6 @@ def _normalized(row: Floats) -> Floats:
     length = np.linalg.norm(row, axis=-1, keepdims=True)
     vectors: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
     return vectors
-
-
-def _settle(future: asyncio.Future[list[Floats]], outcome: list[Floats] | BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
 
 
 def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 from llamapipe._engine.calls.call_options import ExpiredError
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.runtime.time_counter import TimeCounter
-from llamapipe._engine.runtime.wakers import wake_task
 from llamapipe.errors import QueueFullError
 from llamapipe.locks import Lock
-from llamapipe.work.long_work import running_loop
+from llamapipe.work.long_work import running_loop, settle
 
 if TYPE_CHECKING:
     from llamapipe.results import TimeHistogram
@@ -106,14 +105,14 @@ class QueueLimit:
         loop = running_loop()
         while not self.try_enter(request):
             waiter = loop.create_future()
-            self._waiters.append(partial(loop.call_soon_threadsafe, wake_task, waiter))
+            self._waiters.append(partial(loop.call_soon_threadsafe, settle, waiter, None, None))
             if self.try_enter(request):
                 waiter.cancel()
                 return
             if deadline is None:
                 await waiter
             elif (left_s := deadline - perf_counter()) > 0:
-                timer = loop.call_later(left_s, wake_task, waiter)
+                timer = loop.call_later(left_s, settle, waiter, None, None)
                 try:
                     await waiter
                 finally:

@@ -17,7 +17,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llamapipe._engine.policy.core import Request
-from llamapipe._engine.runtime.wakers import LaunchWakeList, LoopWaker, Waiter, WakeQueue, wake_task
+from llamapipe._engine.runtime.wakers import LaunchWakeList, LoopWaker, Waiter, WakeQueue
+from llamapipe.work.long_work import settle
 
 if TYPE_CHECKING:
     import asyncio
@@ -109,7 +110,7 @@ class AsyncMailbox:
             if deadline is None:
                 await waiter
             elif (left_s := deadline - perf_counter()) > 0:
-                timer = self.loop.call_later(left_s, wake_task, waiter)
+                timer = self.loop.call_later(left_s, settle, waiter, None, None)
                 try:
                     await waiter
                 finally:

@@ -231,9 +231,3 @@ class LoopWaker(Generic[T]):
         # A loop that ended before it could leave: a watched pipe is not dropped.
         if getattr(self, "_open", False):
             self.close()
-
-
-def wake_task(waiter: asyncio.Future[None]) -> None:
-    """End a task's wait for a future, unless it has ended. The loop's thread."""
-    if not waiter.done():
-        waiter.set_result(None)

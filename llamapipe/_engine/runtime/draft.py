@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.prefix_tree import n_common
@@ -79,6 +79,16 @@ class _Held:
         self.n = self.n_dropped = self.n_equal = self.n_missing = self.n_sure = 0
         self.sure, self.right = (Mean(_USUAL_SHARE, _N_USUAL, _MOST_SEEN) for _ in range(2))
         self.can_draft = True
+
+
+class _Batch(NamedTuple):
+    """The entries of a decode. ``before``: of a drafted token, the entry that it was drafted from; else -1."""
+
+    tokens: list[int]
+    positions: list[int]
+    seq_ids: list[int]
+    outputs: list[bool]
+    before: list[int]
 
 
 class DraftModel:
@@ -190,7 +200,7 @@ class DraftModel:
         return seconds + self._of(n_first)
 
     def _of(self, n: int) -> float:
-        return self.times.of(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED)
+        return self.times.of(_rounded(n))
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
@@ -266,45 +276,31 @@ class DraftModel:
 
         Returns the most probable next token and its probability for each request that then has no missing cells.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        seq_ids: list[int] = []
+        batch = _Batch([], [], [], [], [])
         ends: list[tuple[Request, int]] = []
-        outputs: list[bool] = []
-        before: list[
-            int
-        ] = []  # a drafted token: the entry that it was drafted from; -1: a token of the request
         for request, new in entries:
             held = self._held[request.slot]
             first = len(held.tokens)
-            tokens += new
-            positions += range(first, first + len(new))
-            seq_ids += [request.slot] * len(new)
-            outputs += [False] * len(new)
-            before += [self._ends[request] if first >= len(request.tokens) else -1] * len(new)
+            batch.tokens.extend(new)
+            batch.positions.extend(range(first, first + len(new)))
+            batch.seq_ids.extend([request.slot] * len(new))
+            batch.outputs.extend([False] * len(new))
+            batch.before.extend([self._ends[request] if first >= len(request.tokens) else -1] * len(new))
             if first + len(new) >= len(request.tokens):
-                outputs[-1] = True
-                ends.append((request, len(tokens) - 1))
-        self._compute(tokens, positions, seq_ids, outputs, before)
+                batch.outputs[-1] = True
+                ends.append((request, len(batch.tokens) - 1))
+        self._compute(batch)
         self._ends = dict(ends)
         rows = [(request, *self._context.best(i)) for request, i in ends]
-        n = len(tokens)
         now_s = perf_counter()
-        self.times.observe(n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED, now_s - self._since_s)
+        self.times.observe(_rounded(len(batch.tokens)), now_s - self._since_s)
         self._since_s = now_s
         for request, new in entries:
             self._held[request.slot].tokens += new
         return rows
 
-    def _compute(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seq_ids: Sequence[int],
-        outputs: Sequence[bool],
-        before: Sequence[int],
-    ) -> None:
-        self._context.decode(DecodeBatch(tokens, positions, seq_ids, outputs))
+    def _compute(self, batch: _Batch) -> None:
+        self._context.decode(DecodeBatch(batch.tokens, batch.positions, batch.seq_ids, batch.outputs))
 
     def _reachable(self, slot: int, n: int) -> int:
         """Return how many tokens a sequence has after it goes back to at most ``n``."""
@@ -426,15 +422,8 @@ class MtpLayer(DraftModel):
             for request in chosen:
                 self._cut(request.slot, len(request.tokens))
 
-    def _compute(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seq_ids: Sequence[int],
-        outputs: Sequence[bool],
-        before: Sequence[int],
-    ) -> None:
-        self._context.draft(tokens, positions, seq_ids, outputs, before)
+    def _compute(self, batch: _Batch) -> None:
+        self._context.draft(*batch)
 
 
 class Eagle3Draft(MtpLayer):
@@ -453,15 +442,12 @@ class Eagle3Draft(MtpLayer):
             entries = [(request, new[-1:]) for request, new in entries]
         return super()._decode(entries)
 
-    def _compute(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seq_ids: Sequence[int],
-        outputs: Sequence[bool],
-        before: Sequence[int],
-    ) -> None:
-        super()._compute(tokens, positions, seq_ids, [any(outputs)] * len(tokens), before)
+    def _compute(self, batch: _Batch) -> None:
+        super()._compute(batch._replace(outputs=[any(batch.outputs)] * len(batch.tokens)))
+
+
+def _rounded(n: int) -> int:
+    return n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED
 
 
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
@@ -471,16 +457,6 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
     """
     context = _context_beside(target, target.model, rope=target.rope, drafts_for=target)
     return _with_states(MtpLayer(context, target, n_room), target, ())
-
-
-def make_eagle3_drafter(target: Context, draft: Model, n_room: int) -> Eagle3Draft:
-    """Make a drafter from an EAGLE-3 draft that ``check_eagle3`` has accepted."""
-    # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
-    context = _context_beside(
-        target, draft, drafts_for=target, n_ubatch=_EAGLE3_ROWS, n_more_outputs=_EAGLE3_ROWS
-    )
-    layers = target_layers(draft.file_metadata)
-    return _with_states(Eagle3Draft(context, target, n_room), target, layers)
 
 
 def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> _Drafting:
@@ -502,7 +478,10 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
     """
     if draft.architecture == "eagle3":
         check_eagle3(target.model, draft)
-        return make_eagle3_drafter(target, draft, n_room)
+        # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
+        options = {"n_ubatch": _EAGLE3_ROWS, "n_more_outputs": _EAGLE3_ROWS}
+        context = _context_beside(target, draft, drafts_for=target, **options)
+        return _with_states(Eagle3Draft(context, target, n_room), target, target_layers(draft.file_metadata))
     check_draft(target.model, draft)
     kind = RecurrentDraft if draft.is_recurrent else DraftModel
     return kind(_context_beside(target, draft), target, n_room)

@@ -142,9 +142,9 @@ def test_drafts_of_requests_share_a_batch(
     n_sequences: list[int] = []
     compute = Eagle3Draft._compute
 
-    def counted(self: Eagle3Draft, *arguments: Any) -> None:
-        n_sequences.append(len(set(arguments[2])))
-        compute(self, *arguments)
+    def counted(self: Eagle3Draft, batch: Any) -> None:
+        n_sequences.append(len(set(batch.seq_ids)))
+        compute(self, batch)
 
     monkeypatch.setattr(Eagle3Draft, "_compute", counted)
     with make_engine(model, n_ctx=256, n_seq_max=4, draft=heads["often right"]) as engine:

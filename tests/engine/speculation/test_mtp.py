@@ -123,9 +123,9 @@ def test_a_layer_begins_with_the_last_tokens_of_a_prompt(
     computed: list[int] = []
     compute = MtpLayer._compute
 
-    def counted(self: MtpLayer, tokens: Sequence[int], *arguments: Any) -> None:
-        computed.append(len(tokens))
-        compute(self, tokens, *arguments)
+    def counted(self: MtpLayer, batch: Any) -> None:
+        computed.append(len(batch.tokens))
+        compute(self, batch)
 
     monkeypatch.setattr(MtpLayer, "_compute", counted)
     with make_engine(models["right"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
@@ -157,9 +157,9 @@ def test_drafts_of_requests_share_a_batch(
     n_sequences: list[int] = []
     compute = MtpLayer._compute
 
-    def counted(self: MtpLayer, *arguments: Any) -> None:
-        n_sequences.append(len(set(arguments[2])))
-        compute(self, *arguments)
+    def counted(self: MtpLayer, batch: Any) -> None:
+        n_sequences.append(len(set(batch.seq_ids)))
+        compute(self, batch)
 
     monkeypatch.setattr(MtpLayer, "_compute", counted)
     with make_engine(models["often right"], n_ctx=256, n_seq_max=4, draft="mtp") as engine:

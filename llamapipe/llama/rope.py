@@ -11,7 +11,8 @@ import hashlib
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from llamapipe.arguments import choice_of, float_of, int_of
+from llamapipe._options import BY_NAME
+from llamapipe.arguments import check_option
 
 if TYPE_CHECKING:
     from llamapipe.llama.model import Model
@@ -38,12 +39,7 @@ class Rope:
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
-            if name == "rope_scaling":
-                choice_of(name, value)
-            elif name == "yarn_orig_ctx":
-                int_of(name, value)
-            else:
-                float_of(name, value)
+            check_option(BY_NAME[name], value)
 
     def given(self) -> dict[str, Any]:
         """Return the options that were set, by name."""

@@ -230,13 +230,19 @@ class SamplerChain(Owner):
 
     def ask_guide(self) -> bool:
         """Take the guide's mask for the next draw, if there is a guide; False when it failed, with ``error`` set."""
-        if self.guide is None:
-            return True
-        try:
-            mask = self.guide.mask()
+
+        def take_mask(guide: Guide) -> None:
+            mask = guide.mask()
             if mask.dtype != np.uint32 or mask.size < -(-self.n_vocab // 32):
                 raise ValueError(f"the mask is {mask.dtype} {mask.shape}; it must have a bit for each token")
             self.show_mask(mask)
+
+        return self._use_guide(take_mask)
+
+    def _use_guide(self, use: Callable[[Guide], object]) -> bool:
+        try:
+            if self.guide is not None:
+                use(self.guide)
         except BaseException as e:
             self.error = _as_exception(e)
             return False
@@ -249,25 +255,15 @@ class SamplerChain(Owner):
 
     def tell_guide(self, token: int) -> bool:
         """Pass the drawn token to the guide; False if it failed, with ``error`` set."""
-        if self.guide is None:
-            return True
-        try:
-            self.guide.accept(token)
-        except BaseException as e:
-            self.error = _as_exception(e)
-            return False
-        return True
+        return self._use_guide(lambda guide: guide.accept(token))
 
     def advance_guide(self) -> bool:
         """Compute the mask of the next token; False when it failed, with ``error`` set."""
-        if self.guide is None:
-            return True
-        try:
-            self.finished = self.guide.finished
-        except BaseException as e:
-            self.error = _as_exception(e)
-            return False
-        return True
+
+        def note_end(guide: Guide) -> None:
+            self.finished = guide.finished
+
+        return self._use_guide(note_end)
 
     def draw_row(self, logits: npt.NDArray[np.float32]) -> int:
         """Let the processors change a copy of ``logits``, and draw from it. Return a token or a NoToken.

@@ -87,6 +87,18 @@ class DecodeBatch:
         return [int(i) for i in np.flatnonzero(self.outputs)]
 
 
+def check_batch(batch: DecodeBatch, n_batch: int, **limits: int) -> None:
+    """Raise ValueError for more than ``n_batch`` tokens, or for a value outside ``[0, limit)`` in an array."""
+    n = len(batch)
+    if n > n_batch:
+        raise ValueError(f"the batch has {n} tokens; n_batch is {n_batch}: cut it or use a larger n_batch")
+    for name, limit in limits.items():
+        values = getattr(batch, name)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= limit:
+            raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
+
+
 def _array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     try:
         array = np.asarray(values)

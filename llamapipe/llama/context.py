@@ -22,7 +22,7 @@ from llamapipe.gguf.draft_file import DRAFT_KINDS
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
-from llamapipe.llama.batch import DecodeBatch
+from llamapipe.llama.batch import DecodeBatch, check_batch
 from llamapipe.llama.kv_memory import check_kv_memory, head_size
 from llamapipe.llama.model import Model
 from llamapipe.llama.rope import FROM_FILE, Rope
@@ -469,21 +469,10 @@ class Context(Owner):
         return DecodeError(f"llama.cpp failed to compute this step (code {code}: {reason})")
 
     def _check(self, batch: DecodeBatch) -> None:
-        n = len(batch)
-        if n > self.n_batch:
-            raise ValueError(
-                f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch"
-            )
+        check_batch(batch, self.n_batch, tokens=self.model.n_vocab, seq_ids=self.n_seq_max)
         n_outputs = int(np.count_nonzero(batch.outputs))
         if n_outputs > self.n_outputs_max:
             raise ValueError(f"the batch has {n_outputs} outputs; n_outputs_max is {self.n_outputs_max}")
-        for name, values, limit in (
-            ("tokens", batch.tokens, self.model.n_vocab),
-            ("seq_ids", batch.seq_ids, self.n_seq_max),
-        ):
-            low, high = int(values.min()), int(values.max())
-            if low < 0 or high >= limit:
-                raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
         for seq_id in np.unique(batch.seq_ids).tolist():
             positions = batch.positions[batch.seq_ids == seq_id]
             first = self.seq_pos_max(seq_id) + 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from llamapipe.arguments import check_flag, check_int
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import close_at_exit, forget
-from llamapipe.llama.batch import DecodeBatch
+from llamapipe.llama.batch import DecodeBatch, check_batch
 from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import NativePipeline, ring_slots
@@ -233,7 +233,8 @@ class Pipeline(DrainingOwner):
             raise TypeError(f"batch must be a DecodeBatch, not {type(batch).__name__}")
         pipeline = self._pipeline
         pipeline.check_open()
-        self._check(batch)
+        limits = {"tokens": self.model.n_vocab, "seq_ids": self.n_seq_max, "positions": self.n_ctx}
+        check_batch(batch, self.n_batch, **limits)
         native, ffi = pipeline.native, pipeline.native.ffi
         code = ffi.new("int *")
         step = native.lib.lp_submit(
@@ -250,21 +251,6 @@ class Pipeline(DrainingOwner):
                 raise ValueError(last_error(native))
             raise pipeline.error(code[0], last_error(native), len(batch))
         return StepOutput(pipeline, step, batch)
-
-    def _check(self, batch: DecodeBatch) -> None:
-        n = len(batch)
-        if n > self.n_batch:
-            raise ValueError(
-                f"the batch has {n} tokens; n_batch is {self.n_batch}: cut it or use a larger n_batch"
-            )
-        for name, values, limit in (
-            ("tokens", batch.tokens, self.model.n_vocab),
-            ("seq_ids", batch.seq_ids, self.n_seq_max),
-            ("positions", batch.positions, self.n_ctx),
-        ):
-            low, high = int(values.min()), int(values.max())
-            if low < 0 or high >= limit:
-                raise ValueError(f"{name} holds {low if low < 0 else high}; it must be from 0 to {limit - 1}")
 
     def stats(self) -> PipelineStats:
         """Return a copy of the counters. Any thread."""

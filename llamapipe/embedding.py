@@ -220,7 +220,6 @@ class Embedder(AsyncOwner):
         return [self._pair(before, document, after, i, truncate) for i, document in enumerate(documents)]
 
     def _around_document(self, query: str) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a document."""
         vocab = self.model.vocab
         template = self.model.metadata.get("tokenizer.chat_template.rerank")
         if template is not None:

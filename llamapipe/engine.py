@@ -1456,7 +1456,6 @@ def _cache(
 def _scheduler(
     context: Context, cache: KvCache, drafter: Drafter | None, overflow: Overflow, max_itl_s: float | None
 ) -> Scheduler:
-    """Make the scheduler of a context's requests."""
     model = context.model
     no_guesses = "" if context.n_ubatch > 1 else "n_ubatch is 1: a step has no room for guesses"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
@@ -1608,7 +1607,6 @@ def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
 
 
 def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
-    """Check the options for a full context."""
     choice_of("overflow", mode)
     n = int_of("n_keep", n_keep)
     if mode == "stop" and n:
@@ -1704,7 +1702,6 @@ def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
 
 
 def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
-    """Check ``EngineTuning.kv_events``."""
     if kv_events is None:
         return None
     if not isinstance(kv_events, KvEvents):

@@ -264,7 +264,6 @@ class Context(Owner):
         return flash_attn
 
     def _params(self, type_k: str, type_v: str, flash_attn: str) -> Any:
-        """Return llama.cpp's parameters."""
         ffi, lib = self._native.ffi, self._native.lib
         params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
         # llama.cpp divides n_ctx by the sequences and pads each part to 256.

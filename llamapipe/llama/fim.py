@@ -145,7 +145,6 @@ def _named(vocab: Vocab, file: int, name: str) -> list[int]:
 
 # ---- what is left out
 def _step(n: int) -> int:
-    """Return the rounding step for a prompt of ``n`` tokens."""
     return max(min(_STEP, n // _STEPS), 1)
 
 

@@ -265,7 +265,6 @@ class FairThreads:
         self._threads.append(thread)
 
     def _run_rest(self) -> None:
-        """Run the remaining jobs in this thread."""
         for share in list(self._shares.values()):
             share.n_slow = 0
             while share.n_waiting:

@@ -437,7 +437,6 @@ class KvCache:
                 self._save_state(request.slot, keys, request.spec.cache_key, request.n_exact)
 
     def _save_state(self, slot: int, keys: Sequence[int], cache_key: Hashable, n_exact: int) -> None:
-        """Save the state of a slot that holds the cells of these tokens."""
         key = self._add_state(keys, cache_key, n_exact, self._state_bytes)
         if key is not None:
             room = self._states.budget - self._states.n_bytes + self._state_bytes
@@ -951,7 +950,6 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def _described(self, cells: Cells) -> Unused:
-        """Return a description of cells, with the states of their prefixes."""
         tokens, cache_key = self._tree.tokens_of(cells)[: cells.n], self._tree.key_of(cells)
         states = self.states_of(tokens, cache_key)
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)

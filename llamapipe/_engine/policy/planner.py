@@ -407,7 +407,6 @@ class BatchBuilder:
 
 
 def _add(plan: BatchPlan, chunk: Chunk) -> None:
-    """Add a part of a prompt to a plan."""
     request, first, n, scored = chunk
     is_last = first + n == len(request.tokens)
     begin = len(plan.tokens)

@@ -238,7 +238,6 @@ _by_turn = attrgetter("turn")
 
 
 def _claim(requests: Iterable[Request]) -> Claim:
-    """Return the claim of a set of adapters with these requests."""
     priority, awaits_first, streams = -(2**31), False, False
     for request in requests:
         priority = max(priority, request.spec.priority)

@@ -414,7 +414,6 @@ class Scheduler:
                 self.cache.memory_ops.append(AssignAdapters(request.slot, request.adapters))
 
     def _guesses(self) -> Mapping[Request, Sequence[int]]:
-        """Return the guessed tokens to compute in the next step."""
         asks_samplers, self.can_guess = self.can_guess, False
         running, gate = self._running, self.gate
         if (

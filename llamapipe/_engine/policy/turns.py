@@ -160,7 +160,6 @@ class SetTurns:
         return latest
 
     def _waited_s(self, other: Hashable) -> float:
-        """Return the seconds that a set has waited for its turn."""
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:

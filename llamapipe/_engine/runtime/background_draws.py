@@ -124,7 +124,6 @@ class BackgroundDraws:
         pending: dict[tuple[BackgroundSampler, int], int],
         continues: bool = False,
     ) -> None:
-        """Begin to draw in other threads, from the rows of a sampler at these places."""
         copies = [copied(rows[i]) for i in places]
         expected = [guessed[i] if guessed else -1 for i in places]
         numbers = sampler.draw(copies, expected, self._put, continues)

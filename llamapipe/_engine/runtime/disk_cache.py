@@ -412,7 +412,6 @@ class DiskCache:
         return Entry(path.name, head)
 
     def _replaced_by(self, new: Entry, blocks: list[int], tokens: Sequence[int]) -> list[Entry]:
-        """Return the files that a new one makes superfluous."""
         return [
             old
             for _, old in self._tree.prefixes(blocks, len(blocks), new.cache_key)

@@ -160,7 +160,6 @@ class DraftModel:
             self._share_cells(best, request.slot, n)
 
     def _share_cells(self, source: int, slot: int, n: int) -> None:
-        """Set a slot's sequence to the first ``n`` tokens of another."""
         self._cut(slot, 0)
         self._context.seq_copy(source, slot, 0, n)
         self._held[slot].tokens = self._held[source].tokens[:n]

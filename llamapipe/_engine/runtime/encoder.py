@@ -77,7 +77,6 @@ class MediaEncoder:
             self._take_turn(self._next())
 
     def _next(self) -> _Job:
-        """Return the job whose turn it is."""
         with self._lock:
             shares = self._jobs[max(self._jobs)]
             return next(iter(shares.values()))[0]

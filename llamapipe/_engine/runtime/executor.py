@@ -401,7 +401,6 @@ class StepExecutor:
         self._set_grids(seq_id, ())
 
     def _set_grids(self, seq_id: int, grids: Grids) -> None:
-        """Note the images in the new cells of a sequence."""
         if grids:
             self._grids[seq_id] = grids
         else:
@@ -437,7 +436,6 @@ class StepExecutor:
         return bool(status > 0)
 
     def _load(self, key: int, seq_id: int, n: int, state: int) -> bool:
-        """Replace a sequence's cells by the first ``n`` saved cells."""
         cells = self._saved.get(key)
         if cells is None:
             return False
@@ -656,7 +654,6 @@ class StepExecutor:
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def _sample_in_background(self, step_id: int) -> list[int]:
-        """Sample as ``sample`` does, when draws may take long."""
         rows, samplers = self._asked
         patience_s = (perf_counter() - self._launched_s) / 2
         self.n_guessing = 0

@@ -383,7 +383,6 @@ class EngineLoop:
 
     # ---- conversations
     def _remember(self, key: Hashable, tokens: list[int], cache_key: Hashable) -> None:
-        """Remember the sequence of a conversation."""
         known = self._conversations
         known[key] = tokens, cache_key
         known.move_to_end(key)

@@ -234,7 +234,6 @@ class SamplerFactory:
             raise InvalidRequestError(f"grammar: {e}") from None
 
     def _make_options(self) -> SamplingOptions:
-        """Make the native options."""
         p, options = self.params, SamplingOptions()
         options.set_numbers(p)
         options.set_order(SAMPLER_ORDER if p.sampler_order is None else p.sampler_order)
@@ -259,7 +258,6 @@ class SamplerFactory:
 
 
 def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
-    """Refuse params that a vocabulary does not support."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         bad = [token for token in getattr(params, name) or () if token >= vocab.n_vocab]
         if bad:
@@ -282,7 +280,6 @@ def _check_vocab(params: SamplingParams, vocab: Vocab) -> None:
 
 
 def _check_exclusive(params: SamplingParams) -> None:
-    """Refuse samplers that exclude each other."""
     for name, other in (
         ("mirostat", "infill"),
         ("mirostat", "adaptive_target"),

@@ -166,7 +166,6 @@ class StateLayout:
         return cells, end
 
     def _skip_values(self, reader: _Reader, count: int) -> None:
-        """Skip the keys and values of ``count`` cells."""
         is_transposed, n_layer, _, _ = reader.read(_VALUES)
         for _ in range(n_layer):
             _, size = reader.read(_ROWS)

@@ -88,16 +88,13 @@ class _TimedSink:
         self.ended_at: float | None = None
 
     def token(self, request: Request, token: int) -> bool:
-        """Forward the token."""
         if self.first_at is None:
             self.first_at = perf_counter()
         return self._sink.token(request, token)
 
     def finish(self, request: Request) -> None:
-        """Forward the end."""
         self.ended_at = perf_counter()
         self._sink.finish(request)
 
     def restart_text(self, at_start: bool) -> None:
-        """Forward the call."""
         self._sink.restart_text(at_start)

@@ -13,7 +13,7 @@ from functools import partial
 from time import thread_time
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
-from llamapipe._engine.policy.core import UNLIMITED, Activation, Request, RequestSpec, Span
+from llamapipe._engine.policy.core import UNLIMITED, Activation, Request, RequestSpec, ResultSink, Span
 from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets
 from llamapipe._engine.runtime.mailboxes import Mailbox
 from llamapipe._engine.runtime.samplers import SamplerFactory, SamplerFactoryCache, choose_seed
@@ -23,7 +23,6 @@ from llamapipe._engine.runtime.sinks import (
     DeltaSink,
     Piece,
     ScoreSink,
-    Sink,
     TokenSink,
 )
 from llamapipe._engine.runtime.snapshot import Snapshot
@@ -381,7 +380,7 @@ class RequestBuilder:
             raise InvalidRequestError("prompt_logprobs come with generate(); streams do not return them")
 
     def _spec(
-        self, item: CheckedPrompt, token_budget: int, sink: Sink | None = None, resumable: bool = False
+        self, item: CheckedPrompt, token_budget: int, sink: ResultSink | None = None, resumable: bool = False
     ) -> RequestSpec:
         params = item.sampler_factory.params
         stop_tokens = frozenset(params.stop_token_ids or ())

@@ -74,6 +74,8 @@ class SamplerFactory(Protocol):
 class ResultSink(Protocol):
     """Turns a request's tokens into results for its caller."""
 
+    __slots__ = ()
+
     def token(self, request: Request, token: int) -> bool:
         """Accept a generated token. Return whether it completed a stop string."""
 
@@ -82,20 +84,17 @@ class ResultSink(Protocol):
 
     def restart_text(self, at_start: bool) -> None:
         """Drop undelivered text because the sequence was changed. ``at_start``: only its prompt is left."""
+        return  # most sinks hold no text
 
 
-class _Discard:
+class _Discard(ResultSink):
     """The sink of a request whose tokens nothing reads."""
 
     def token(self, request: Request, token: int) -> bool:
-        """Discard the token."""
         return False
 
     def finish(self, request: Request) -> None:
-        """Deliver nothing."""
-
-    def restart_text(self, at_start: bool) -> None:
-        """Do nothing: no text is held."""
+        pass
 
 
 class Embeddings(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.core import Request, ResultSink
 from llamapipe._engine.policy.scoring import ContinuationTargets, PromptTargets, TokenScore
 from llamapipe._engine.runtime.mailboxes import Mailbox
 from llamapipe.errors import EngineClosedError
@@ -62,27 +62,7 @@ def _top(top: Sequence[tuple[int, float]], piece: Piece) -> tuple[TopLogprob, ..
     return tuple(TopLogprob(token, logprob, piece(token)) for token, logprob in top)
 
 
-class Sink:
-    """Receives a request's tokens on the engine thread. Subclasses define what goes into the mailbox, and when."""
-
-    __slots__ = ()
-
-    def token(self, request: Request, token: int) -> bool:
-        """Accept a generated token. Return whether it completed a stop string."""
-        raise NotImplementedError
-
-    def finish(self, request: Request) -> None:
-        """Deliver the end of the request, which ``finish_reason`` or ``error`` describes."""
-        raise NotImplementedError
-
-    def restart_text(self, at_start: bool) -> None:
-        """Drop partial characters and held text because the sequence was changed.
-
-        ``at_start``: only its prompt is left.
-        """
-
-
-class TextSink(Sink):
+class TextSink(ResultSink):
     """A sink that gives text with each token. ``skip_space``: leave out a space at the beginning of the text."""
 
     __slots__ = ("_last", "_piece", "_skip_space", "_stops", "_text", "mailbox")
@@ -98,10 +78,6 @@ class TextSink(Sink):
         self._last: Any = None  # kept for ``finish``
 
     def restart_text(self, at_start: bool) -> None:
-        """Drop partial characters and held text because the sequence was changed.
-
-        ``at_start``: only its prompt is left.
-        """
         self._text = TextStream(self._stops, self._skip_space and at_start)
 
 
@@ -188,7 +164,7 @@ class Choices:
         )
 
 
-class CompletionSink(Sink):
+class CompletionSink(ResultSink):
     """Collects one choice of a prompt and hands it to ``choices``, which all choices of that prompt share.
 
     ``skip_space``: leave out a space at the beginning of the text.
@@ -263,7 +239,7 @@ class CompletionSink(Sink):
         self._choices.add(choice, request, self._piece)
 
 
-class ScoreSink(Sink):
+class ScoreSink(ResultSink):
     """Puts ``(index, the scores of each continuation)`` into the mailbox, or ``(index, Failure)``."""
 
     __slots__ = ("_index", "mailbox")

@@ -372,7 +372,7 @@ class Engine(BlockingCalls, AsyncOwner):
             drafter = _open_drafter(undo, context, draft, has_mtp, max_itl_s)
             name = "mtp" if has_mtp else "" if draft is None else draft.path.name
             self._draft_text = f" draft={name!r}" if name else ""
-            n_cache_bytes = _default_cache_bytes() if n_cache_bytes is None else n_cache_bytes
+            n_cache_bytes = _free_memory() // 10 if n_cache_bytes is None else n_cache_bytes
             cache = _cache(context, cache_mode, n_cache_bytes, self._kv_bytes, publisher, folder is not None)
             scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
@@ -1667,11 +1667,6 @@ def _cache_folder(
             "cache_dir needs cache_bytes above 0: what is read from a file goes through host memory"
         )
     return Path(path).expanduser()
-
-
-def _default_cache_bytes() -> int:
-    """Return the default of ``cache_bytes``: a tenth of the free memory."""
-    return _free_memory() // 10
 
 
 def _free_memory() -> int:

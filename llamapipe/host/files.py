@@ -91,18 +91,6 @@ if sys.platform == "win32":
         except FileNotFoundError:
             return False
 
-    def is_ours(status: os.stat_result, *others: int) -> bool:
-        """Return whether a file or folder belongs to this user, or to one of ``others``."""
-        return True
-
-    def may_be_written_by_others(status: os.stat_result) -> bool:
-        """Return whether other users may write to a file or folder."""
-        return False
-
-    def may_be_used_by_others(status: os.stat_result) -> bool:
-        """Return whether other users may read a file or folder, write to it or run it."""
-        return False
-
 else:
     import fcntl
 
@@ -135,14 +123,17 @@ else:
         except FileNotFoundError:
             return False
 
-    def is_ours(status: os.stat_result, *others: int) -> bool:
-        """Return whether a file or folder belongs to this user, or to one of ``others``."""
-        return status.st_uid in (os.geteuid(), *others)
 
-    def may_be_written_by_others(status: os.stat_result) -> bool:
-        """Return whether other users may write to a file or folder."""
-        return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+def is_ours(status: os.stat_result, *others: int) -> bool:
+    """Return whether a file or folder belongs to this user, or to one of ``others``."""
+    return sys.platform == "win32" or status.st_uid in (os.geteuid(), *others)
 
-    def may_be_used_by_others(status: os.stat_result) -> bool:
-        """Return whether other users may read a file or folder, write to it or run it."""
-        return bool(status.st_mode & 0o077)
+
+def may_be_written_by_others(status: os.stat_result) -> bool:
+    """Return whether other users may write to a file or folder."""
+    return sys.platform != "win32" and bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def may_be_used_by_others(status: os.stat_result) -> bool:
+    """Return whether other users may read a file or folder, write to it or run it."""
+    return sys.platform != "win32" and bool(status.st_mode & 0o077)

@@ -51,13 +51,7 @@ if TYPE_CHECKING:
     from llamapipe.rpc import Workers
 
 # Options of ``Engine`` that other libraries pass when they load a model.
-ENGINE_OPTIONS = (
-    "n_ctx",
-    "n_seq_max",
-    "n_threads",
-    "type_k",
-    "type_v",
-)
+ENGINE_OPTIONS = ("n_ctx", "n_seq_max", "n_threads", "type_k", "type_v")
 TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of EngineTuning
 # Architectures whose graphs also look up rows of weights that are loaded for products: packed ones have none.
 _READ_AS_ROWS = frozenset({"clef"})
@@ -508,21 +502,10 @@ class Model(Owner):
 
     def __dir__(self) -> list[str]:
         """Return the public names, without those that only contexts and engines use."""
-        hidden = {
-            "adopt",
-            "release",
-            "handle",
-            "chat_prompts",
-            "is_template_given",
-            "fingerprint",
-            "on_workers",
-            "adapters",
-            "architecture",
-            "tensors",
-            "projector",
-            "no_projector",
-            "has_mrope",
-        }
+        hidden = set(
+            "adopt release handle chat_prompts is_template_given fingerprint on_workers adapters architecture "
+            "tensors projector no_projector has_mrope".split()
+        )
         return [name for name in super().__dir__() if not name.startswith("_") and name not in hidden]
 
     # ---- adapters

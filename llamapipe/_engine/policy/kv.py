@@ -108,7 +108,6 @@ class HostStore:
         entry.n_bytes = n_bytes
 
     def use(self, key: int) -> None:
-        """Note that an entry was used."""
         self._entries.move_to_end(key)
 
     def give_up(self, key: int) -> None:
@@ -116,11 +115,9 @@ class HostStore:
         self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
-        """Remove an entry."""
         self.n_bytes -= self._entries.pop(key).n_bytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the bytes are miscounted."""
         assert self.n_bytes == sum(entry.n_bytes for entry in self._entries.values())
         assert self.n_bytes <= self.budget or not self._entries
 
@@ -281,7 +278,6 @@ class KvCache:
         return cells.key in self._saved
 
     def take_memory_ops(self) -> list[MemoryOp]:
-        """Remove and return ``memory_ops``."""
         ops, self.memory_ops = self.memory_ops, []
         return ops
 

@@ -221,20 +221,17 @@ class ObservedTree(PrefixTree[H]):
         self._told: set[H] = set()
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Add a holder with its tokens under a key. It must not be in the tree yet."""
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
             self._observer.inserted(holder, _before_marks(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Add the tokens after the first ``n``, which the tree already has for this holder."""
         super().extend(holder, tokens, n)
         if holder in self._told:
             self._observer.extended(holder, _before_marks(tokens))
 
     def remove(self, holder: H) -> None:
-        """Remove a holder; do nothing if it is not in the tree."""
         super().remove(holder)
         if holder in self._told:
             self._told.remove(holder)

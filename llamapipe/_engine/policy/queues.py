@@ -160,7 +160,6 @@ class Waiting:
             heappush(share.heap, (request.turn, request))
 
     def remove(self, request: Request) -> None:
-        """Remove a request from its list."""
         if request.leader is not None:
             followers = self._followers[request.leader]
             del followers[request]
@@ -218,7 +217,6 @@ class Waiting:
             self.add_ready(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the lists are inconsistent."""
         shares = self._shares.values()
         assert self.queued.keys() <= {r for share in shares for _, r in (*share.heap, *share.lent)}
         assert sum(share.n_queued for share in shares) == len(self.queued)
@@ -412,7 +410,6 @@ class Running:
         return max(self, key=lambda request: (-request.spec.priority, request.arrival))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the lists are inconsistent."""
         assert self.decoding == sorted(self.decoding, key=_by_slot)
         for request in self.decoding:
             assert len(request.tokens) - request.n_past == 1, request

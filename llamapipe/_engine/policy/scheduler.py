@@ -136,7 +136,6 @@ class Scheduler:
 
     @property
     def n_active(self) -> int:
-        """The number of requests in a slot."""
         return len(self._running)
 
     @property
@@ -168,7 +167,6 @@ class Scheduler:
         return [*self._running, *self._waiting]
 
     def take_dequeued(self) -> list[Request]:
-        """Remove and return ``dequeued``."""
         dequeued, self.dequeued = self.dequeued, []
         return dequeued
 
@@ -289,7 +287,6 @@ class Scheduler:
         self.finish(request, "cancelled")
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error."""
         if request.state is not State.FINISHED:
             request.error = error
             self.finish(request, "cancelled")

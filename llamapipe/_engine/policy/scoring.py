@@ -67,7 +67,6 @@ class PromptTargets(LogprobTargets):
         return [self._prompt[position + 1]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Store the score of the prompt's next token."""
         self.scores += scores
         self.wanted_from = position + 1
 
@@ -101,7 +100,6 @@ class ContinuationTargets(LogprobTargets):
         return [self._continuations[self._now][i]]
 
     def take(self, position: int, scores: Sequence[TokenScore]) -> None:
-        """Store the scores with their continuations."""
         if position == len(self._context) - 1:
             for continuation_scores, score in zip(self.scores, scores, strict=True):
                 continuation_scores.append(score)

@@ -91,7 +91,6 @@ class Mean:
         self.mean, self.n, self._n_most = mean, n, n_most
 
     def observe(self, value: float) -> None:
-        """Add a value."""
         self.n = min(self.n + 1, self._n_most)
         self.mean += (value - self.mean) / self.n
 
@@ -133,7 +132,6 @@ class StepTimes:
         return f"<StepTimes { {n: round(self._seconds[n], 5) for n in self._ns} }>"
 
     def observe(self, n: int, seconds: float) -> None:
-        """Learn from one step."""
         before = self._seconds.get(n)
         expected = self.of(n) if before is None else before
         if expected:

@@ -251,11 +251,6 @@ class ThreadTuner:
     def __repr__(self) -> str:
         return f"<ThreadTuner {self._by_delay or self._by_time or self._threads.n_threads}>"
 
-    @property
-    def n_threads(self) -> int:
-        """The number of threads that compute now."""
-        return self._threads.n_threads
-
     def begin(self) -> None:
         """Take a share of the process's threads as work begins, and read how idle the cores were until now."""
         now_s = self._computing_s = self._launched_s = perf_counter()

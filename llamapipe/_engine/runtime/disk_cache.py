@@ -86,11 +86,9 @@ class CachedSequence(NamedTuple):
     is_stale: bool = False
 
     def copies(self) -> list[Saved]:
-        """Return the cells and the states."""
         return [*([] if self.cells is None else [self.cells]), *(state for _, state in self.states)]
 
     def close(self) -> None:
-        """Free the memory."""
         for copy in self.copies():
             copy.close()
 

@@ -329,7 +329,6 @@ class DraftModel:
         return bool(idle)
 
     def close(self) -> None:
-        """Free the context."""
         self._context.close()
 
 

@@ -52,5 +52,4 @@ class Inbox:
         function(*arguments)
 
     def qsize(self) -> int:
-        """Return the number of waiting calls."""
         return self._commands.qsize()

@@ -204,7 +204,6 @@ class CompletionSink(ResultSink):
         return text.stopped
 
     def finish(self, request: Request) -> None:
-        """Hand over the choice, or the error."""
         if request.error is not None:
             self._choices.fail(request.error)
             return
@@ -253,7 +252,6 @@ class ScoreSink(ResultSink):
         raise AssertionError("a request without tokens has generated one")
 
     def finish(self, request: Request) -> None:
-        """Hand over the scores."""
         if request.error is not None:
             self.mailbox.put((self._index, Failure(request.error)))
         elif request.finish_reason == "cancelled":  # by its caller, or because the engine was closed
@@ -285,7 +283,6 @@ class DeltaSink(TextSink):
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Hand over the last delta, or the error."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return

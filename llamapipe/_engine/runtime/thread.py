@@ -211,7 +211,6 @@ class EngineThread:
         return self.ask(partial(self.loop.snapshot, request))
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """See ``EngineLoop.kept_bytes``."""
         return self.ask(partial(self.loop.kept_bytes, request))
 
     def check_integrity(self) -> None:

@@ -24,10 +24,8 @@ class TimeCounter:
         return f"<TimeCounter n={sum(self._counts)}>"
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self._total_s += seconds
 
     def copy(self) -> TimeHistogram:
-        """Return the counts so far."""
         return TimeHistogram(BOUNDS_S, tuple(self._counts), self._total_s)

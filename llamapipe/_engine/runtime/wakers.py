@@ -73,7 +73,6 @@ class WakeQueue:
         self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
-        """Wake all remaining threads."""
         self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
@@ -112,7 +111,6 @@ class LaunchWakeList:
         handle.n_fds = n + 1
 
     def remove_file(self, fd: int) -> None:
-        """Remove a pipe."""
         kept = [other for other in self.files if other != fd]
         self._fds[0 : len(kept)] = kept
         self.handle.n_fds = len(kept)

@@ -179,11 +179,10 @@ class SamplingParams:
             raise ValueError(
                 f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram', 'draft' or None"
             )
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            raise TypeError(f"prediction must be a str or None, not {type(self.prediction).__name__}")
-        message = self.reasoning_budget_message
-        if message is not None and not isinstance(message, str):
-            raise TypeError(f"reasoning_budget_message must be a str or None, not {type(message).__name__}")
+        for name in ("prediction", "reasoning_budget_message"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a str or None, not {type(text).__name__}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"

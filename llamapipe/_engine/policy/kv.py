@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llamapipe._engine.policy.core import (
     MEDIA_FROM,
@@ -57,20 +57,13 @@ def has_media(keys: Sequence[int]) -> bool:
     return any(MEDIA_FROM <= key < 0 for key in keys)
 
 
-class StoreEntry(Protocol):
-    """An entry of the store. ``n_bytes``: its size. ``pinned``: it is kept until it is unpinned."""
-
-    n_bytes: int
-    pinned: bool
-
-
 class HostStore:
-    """Saved sequences by key. ``budget``: bytes for all of them, including the pinned ones."""
+    """Saved sequences or states by key. ``budget``: bytes for all of them, including the pinned ones."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.n_bytes = 0
-        self._entries: OrderedDict[int, StoreEntry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[int, Cells | SavedState] = OrderedDict()  # least recently used first
 
     def __repr__(self) -> str:
         return f"<HostStore n={len(self)} n_bytes={self.n_bytes}/{self.budget}>"
@@ -96,7 +89,7 @@ class HostStore:
         """Iterate over the keys, the least recently used first."""
         return iter(self._entries)
 
-    def add(self, key: int, entry: StoreEntry) -> None:
+    def add(self, key: int, entry: Cells | SavedState) -> None:
         """Add an entry as the most recently used one."""
         self._entries[key] = entry
         self.n_bytes += entry.n_bytes

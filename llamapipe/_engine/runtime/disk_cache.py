@@ -245,10 +245,12 @@ class DiskCache:
         Then ``wants`` knows all files, and the choice of sequences does not depend on the speed of the disk.
         """
         with self._changed:
-            while self._writes or self._written is not None:
-                if not self._changed.wait(max(deadline - monotonic(), 0)):
-                    return False
-        return monotonic() >= self._retry_at
+            return self._await_writes(deadline) and monotonic() >= self._retry_at
+
+    def _await_writes(self, deadline: float) -> bool:
+        return self._changed.wait_for(
+            lambda: not self._writes and self._written is None, max(deadline - monotonic(), 0)
+        )
 
     # ---- any thread
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
@@ -279,9 +281,8 @@ class DiskCache:
     def close(self, deadline: float | None = None) -> None:
         """Write the waiting sequences, at most until a time of ``monotonic``, and end the thread."""
         with self._changed:
-            while deadline is not None and (self._writes or self._written is not None):
-                if not self._changed.wait(max(deadline - monotonic(), 0)):
-                    break
+            if deadline is not None:
+                self._await_writes(deadline)
             self._is_closed = True
             for _, on_read in self._reads:
                 on_read(None)

@@ -199,17 +199,8 @@ BY_NAME: Final = {option.name: option for option in OPTIONS}
 CONSTRAINTS: Final = tuple(option.name for option in OPTIONS if option.kind is Kind.CONSTRAINT)
 # llama.cpp's default order. "infill" is applied only if params ask for it.
 SAMPLER_ORDER: Final = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typical_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-    "infill",
-)
+    "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature", "infill",
+)  # fmt: skip
 SWITCHES: Final = {
     sampler: tuple(option.name for option in OPTIONS if option.sampler == sampler)
     for sampler in SAMPLER_ORDER

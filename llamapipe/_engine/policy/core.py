@@ -252,53 +252,15 @@ class Request:
 
     __slots__ = (  # noqa: RUF023
         # What was asked for.
-        "spec",
-        "logprob_targets",
-        "max_tokens",
-        "sink",
-        "stop_tokens",
-        "wants_logprobs",
+        "spec", "logprob_targets", "max_tokens", "sink", "stop_tokens", "wants_logprobs",
         # Progress: written by the scheduler.
-        "cancelled",
-        "dropped",
-        "error",
-        "finish_reason",
-        "is_drawing",
-        "logprobs",
-        "n_accepted",
-        "n_drafted",
-        "is_drafted",
-        "n_generated",
-        "n_kept",
-        "n_prompt",
-        "n_total",
-        "sampler",
-        "spans",
-        "state",
-        "stop_token",
-        "token_budget",
-        "tokens",
+        "cancelled", "dropped", "error", "finish_reason", "is_drawing", "logprobs", "n_accepted", "n_drafted",
+        "is_drafted", "n_generated", "n_kept", "n_prompt", "n_total", "sampler", "spans", "state",
+        "stop_token", "token_budget", "tokens",
         # Placement: written by the scheduler and the KV cache.
-        "active_from",
-        "adapters",
-        "arrival",
-        "awaits_prefix",
-        "batch_plan",
-        "caller",
-        "cells",
-        "late_s",
-        "leader",
-        "left_queue_at",
-        "n_cached",
-        "n_certain",
-        "n_exact",
-        "n_lent",
-        "n_past",
-        "places",
-        "saved_cells",
-        "slot",
-        "turn",
-        "uses_cache",
+        "active_from", "adapters", "arrival", "awaits_prefix", "batch_plan", "caller", "cells", "late_s",
+        "leader", "left_queue_at", "n_cached", "n_certain", "n_exact", "n_lent", "n_past", "places",
+        "saved_cells", "slot", "turn", "uses_cache",
     )  # fmt: skip
 
     def __init__(self, tokens: list[int], spec: RequestSpec = _DEFAULT) -> None:
@@ -656,20 +618,9 @@ class Cells:
     """
 
     __slots__ = (
-        "floor",
-        "is_held",
-        "is_stale",
-        "key",
-        "n_bytes",
-        "n_exact",
-        "n_known",
-        "n_offered",
-        "n_shifted",
-        "pinned",
-        "places",
-        "request",
-        "slot",
-    )
+        "floor", "is_held", "is_stale", "key", "n_bytes", "n_exact", "n_known", "n_offered", "n_shifted",
+        "pinned", "places", "request", "slot",
+    )  # fmt: skip
 
     def __init__(self, slot: int, request: Request | None, n: int) -> None:
         self.slot = slot
@@ -724,23 +675,9 @@ class BatchPlan:
     """
 
     __slots__ = (
-        "guessed",
-        "in_flight",
-        "is_causal",
-        "n_decode",
-        "n_guessed",
-        "outputs",
-        "padding",
-        "positions",
-        "repeats",
-        "requests",
-        "rows",
-        "rows_of_media",
-        "scheduled",
-        "scored",
-        "seq_ids",
-        "tokens",
-    )
+        "guessed", "in_flight", "is_causal", "n_decode", "n_guessed", "outputs", "padding", "positions",
+        "repeats", "requests", "rows", "rows_of_media", "scheduled", "scored", "seq_ids", "tokens",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -89,19 +89,9 @@ class Choices:
     """
 
     __slots__ = (
-        "_choices",
-        "_failed",
-        "_index",
-        "_n_accepted",
-        "_n_cached",
-        "_n_drafted",
-        "_n_left",
-        "_prompt_targets",
-        "_queue_s",
-        "_started_at",
-        "first_at",
-        "mailbox",
-    )
+        "_choices", "_failed", "_index", "_n_accepted", "_n_cached", "_n_drafted", "_n_left",
+        "_prompt_targets", "_queue_s", "_started_at", "first_at", "mailbox",
+    )  # fmt: skip
 
     def __init__(
         self, mailbox: Mailbox, index: int, n: int = 1, prompt_targets: PromptTargets | None = None

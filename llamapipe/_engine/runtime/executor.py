@@ -642,15 +642,20 @@ class StepExecutor:
         self._samplers[0 : len(samplers)] = list(map(_handle, samplers))
 
     def sample_repeat(self, step_id: int) -> list[int]:
-        native, n = self._native, self._n_rows
         if not self._all_native:
             return self._sample_in_background(step_id)
+        self.n_guessing = 0
+        return self._sample_rows(step_id, self._n_rows, self._guessed)
+
+    def _sample_rows(self, step_id: int, n: int, guessed: Any) -> list[int]:
+        """Draw and accept tokens for the rows that ``_set_rows`` wrote."""
+        native = self._native
         code = native.lib.lp_sample_rows(
-            self._handle, step_id, n, self._rows, self._samplers, self._guessed, self._sampled
+            self._handle, step_id, n, self._rows, self._samplers, guessed, self._sampled
         )
         if code < 0:
             self._sampling_failed(code)
-        self.n_guessing = code
+        self.n_guessing += code
         return native.ffi.unpack(self._sampled, n)  # type: ignore[no-any-return]
 
     def _sample_in_background(self, step_id: int) -> list[int]:
@@ -676,21 +681,10 @@ class StepExecutor:
         self, step_id: int, rows: Sequence[int], samplers: Sequence[AnySampler], guessed: Sequence[int] = ()
     ) -> list[int]:
         """Draw and accept a token for each of these output entries; a NoToken where none can be drawn."""
-        native, n = self._native, len(rows)
+        native = self._native
         self._set_rows(rows, samplers)
-        code = native.lib.lp_sample_rows(
-            self._handle,
-            step_id,
-            n,
-            self._rows,
-            self._samplers,
-            native.ffi.new("int32_t[]", guessed) if guessed else native.ffi.NULL,
-            self._sampled,
-        )
-        if code < 0:
-            self._sampling_failed(code)
-        self.n_guessing += code
-        drawn: list[int] = native.ffi.unpack(self._sampled, n)
+        expected = native.ffi.new("int32_t[]", guessed) if guessed else native.ffi.NULL
+        drawn = self._sample_rows(step_id, len(rows), expected)
         for sampler, token in zip(samplers, drawn, strict=True):
             if token == NoToken.SAMPLER_FAILED:
                 sampler.error = DecodeError(f"drawing a token failed: {last_error(native)}")

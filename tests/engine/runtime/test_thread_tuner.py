@@ -164,28 +164,31 @@ def test_an_engine_that_wakes_up_on_a_busy_machine_begins_with_fewer_threads(clo
 
 def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:
     budget = CoreBudget(4)
-    a, b = (tuner_of(FakeThreads(4), budget.member(), FakeLoad(clock)) for _ in range(2))
+    loads = FakeLoad(clock), FakeLoad(clock)
+    threads = FakeThreads(4), FakeThreads(4)
+    a, b = (tuner_of(of, budget.member(), load) for of, load in zip(threads, loads, strict=True))
     steps(a, 2)
-    assert (a.n_threads, b.n_threads) == (4, 4)
+    assert [of.n_threads for of in threads] == [4, 4]
     steps(b, 1)
     steps(a, 1)
-    assert (a.n_threads, b.n_threads) == (2, 2)
+    assert [of.n_threads for of in threads] == [2, 2]
     b.yield_cores()
     steps(a, 1)
-    assert a.n_threads == 2
-    a._load.idle = 3.0  # type: ignore[union-attr]
+    assert threads[0].n_threads == 2
+    loads[0].idle = 3.0
     steps(a, 40)
-    assert a.n_threads == 4
+    assert threads[0].n_threads == 4
 
 
 def test_a_chosen_number_stays_and_counts(clock: Clock) -> None:
     budget = CoreBudget(4)
-    fixed = tuner_of(FakeThreads(3), budget.member(3), None, is_fixed=True)
-    other = tuner_of(FakeThreads(4), budget.member(), FakeLoad(clock))
+    chosen, free = FakeThreads(3), FakeThreads(4)
+    fixed = tuner_of(chosen, budget.member(3), None, is_fixed=True)
+    other = tuner_of(free, budget.member(), FakeLoad(clock))
     steps(fixed, 1)
     steps(other, 1)
     steps(fixed, 100)
-    assert (fixed.n_threads, other.n_threads) == (3, 1)
+    assert (chosen.n_threads, free.n_threads) == (3, 1)
     assert fixed.n_changes == 0
 
 

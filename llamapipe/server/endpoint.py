@@ -33,7 +33,6 @@ from llamapipe.results import ChatCompletion, Completion
 from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._fields import as_taken, mismatch, unused
-from llamapipe.server.body_budget import Held
 from llamapipe.server.errors import BUSY, QUOTA, ApiError, Dialect, api_error, log_unexpected, shutting_down
 from llamapipe.server.gate import LOADED_NS, Gate
 from llamapipe.server.json_bytes import encode_json, event, line
@@ -68,7 +67,7 @@ class Exchange(ClientRequest):
         )
         self.times.load_s = self.loaded_ns / 1e9
         self._unused: tuple[str, ...] = ()
-        self._held: Held | None = None
+        self._held = gate.bodies.hold(self.client.host if self.client else "", lambda: None)
         self._n_read = 0  # bytes of its body
         self._last_token_at: dict[int, float] = {}
         scope["llamapipe.exchange"] = self
@@ -92,7 +91,7 @@ class Exchange(ClientRequest):
             return b""
         timeout_s = self.gate.settings.body_timeout_s
         reading = asyncio.ensure_future(self._read_body())
-        self._held = self.gate.bodies.hold(self.client.host if self.client else "", reading.cancel)
+        self._held.refuse = reading.cancel
         try:
             done, _ = await asyncio.wait([reading], timeout=timeout_s)
         finally:
@@ -123,8 +122,7 @@ class Exchange(ClientRequest):
                     if self._n_read > limit:
                         raise self._too_large(self._n_read, limit)
                     parts.append(part)
-                    if self._held is not None:
-                        self._held.grow(self._n_read)
+                    self._held.grow(self._n_read)
             self.has_body = True
             return b"".join(parts)
         finally:
@@ -139,8 +137,7 @@ class Exchange(ClientRequest):
         limit = self.gate.settings.max_body_bytes
         self.raw = await self.gate.convert(decoded, raw, encodings, limit, size=limit)
         self._n_read = max(self._n_read, len(self.raw))
-        if self._held is not None:
-            self._held.grow(self._n_read)
+        self._held.grow(self._n_read)
 
     def _encodings(self) -> list[str]:
         fields = self.scope["headers"]
@@ -154,13 +151,11 @@ class Exchange(ClientRequest):
 
     def hold_more(self, n_bytes: int) -> None:
         """Count bytes that were fetched for the request as part of its body, from now on."""
-        if self._held is not None:
-            self._held.add(n_bytes)
+        self._held.add(n_bytes)
 
     def release_body(self) -> None:
         """Stop counting the bytes of the body."""
-        if self._held is not None:
-            self._held.release()
+        self._held.release()
 
     def forget_body(self) -> None:
         """Release the memory of the body, however much of it has arrived, because the request has ended."""
@@ -173,13 +168,12 @@ class Exchange(ClientRequest):
 
         Call it when the body has been read.
         """
-        if self._held is not None:
-            self._held.refuse = refuse
+        self._held.refuse = refuse
 
     @property
     def is_refused(self) -> bool:
         """Whether the request was ended because all bodies together are too large."""
-        return self._held is not None and self._held.refused
+        return self._held.refused
 
     async def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """Return the body as a value of the decoder's type; a large body is decoded in a thread.

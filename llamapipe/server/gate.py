@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from llamapipe.host.memory import return_freed_memory
-from llamapipe.server._client_request import ClientRequest
+from llamapipe.server._client_request import ClientRequest, Recent
 from llamapipe.server._inside import Inside, LaterWork
-from llamapipe.server._recent import Recent
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.errors import ApiError, shutting_down

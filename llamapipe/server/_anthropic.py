@@ -24,20 +24,8 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.json_bytes import event
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
-_HOSTED = (
-    "advisor",
-    "bash",
-    "browser_toolset",
-    "code_execution",
-    "computer",
-    "mcp_toolset",
-    "memory",
-    "text_editor",
-    "tool_search_tool_bm25",
-    "tool_search_tool_regex",
-    "web_fetch",
-    "web_search",
-)
+_HOSTED = ("advisor", "bash", "browser_toolset", "code_execution", "computer", "mcp_toolset", "memory",
+           "text_editor", "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch", "web_search")  # fmt: skip
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

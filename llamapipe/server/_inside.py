@@ -14,14 +14,8 @@ from starlette.types import ASGIApp
 
 INSIDE = "llamapipe.inside"  # in the scope, which no client reaches
 # Codes of answers after which a request is made again, as often as need be. Other errors of servers may last.
-BUSY = (
-    "shutting_down",
-    "queue_full",
-    "kv_cache_full",
-    "too_many_requests",
-    "too_many_bytes",
-    "model_unloaded",
-)
+BUSY = ("shutting_down", "queue_full", "kv_cache_full", "too_many_requests", "too_many_bytes",
+        "model_unloaded")  # fmt: skip
 
 
 class Inside(NamedTuple):

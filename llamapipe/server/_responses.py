@@ -37,26 +37,14 @@ from llamapipe.work.tenant import conversation
 Message = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
 # Further parts of an answer that clients may ask for: of hosted tools, which do not run here, and of what is stored.
-_INCLUDABLE = (
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-    "reasoning.encrypted_content",
-)
+_INCLUDABLE = ("file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+               "message.input_image.image_url", "computer_call_output.output.image_url",
+               "code_interpreter_call.outputs", "reasoning.encrypted_content")  # fmt: skip
 _SIGN_S = 60.0  # of a stream without events, until one that says nothing new
 _NO_TOOLS = tools_of(None, None, is_flat=True)
 # Items of an input that say what a hosted tool did, without its result.
-_HOSTED_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "image_generation_call",
-    "code_interpreter_call",
-    "mcp_list_tools",
-    "compaction_trigger",
-)
+_HOSTED_ITEMS = ("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
+                 "mcp_list_tools", "compaction_trigger")  # fmt: skip
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -27,22 +27,9 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.server.errors import ApiError
 from llamapipe.structured.regular import MOST_CHARACTERS, regular
 
-_HOSTED = (
-    "web_search",
-    "web_search_preview",
-    "file_search",
-    "computer",
-    "computer_use",
-    "computer_use_preview",
-    "code_interpreter",
-    "image_generation",
-    "mcp",
-    "local_shell",
-    "shell",
-    "apply_patch",
-    "tool_search",
-    "programmatic_tool_calling",
-)
+_HOSTED = ("web_search", "web_search_preview", "file_search", "computer", "computer_use", "computer_use_preview",
+           "code_interpreter", "image_generation", "mcp", "local_shell", "shell", "apply_patch", "tool_search",
+           "programmatic_tool_calling")  # fmt: skip
 _KINDS = ("function", "custom", "namespace", *_HOSTED)
 _KEYS = {
     "function": {"name", "description", "parameters", "strict"},

@@ -160,6 +160,7 @@ class _EngineCollector(_Undescribed):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, value=value)
+        of_model = "guesses of the draft model or the MTP layer"
         counters = (
             ("llamapipe_steps", "Steps.", stats.steps),
             ("llamapipe_computed_prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
@@ -171,14 +172,10 @@ class _EngineCollector(_Undescribed):
             ("llamapipe_accepted_tokens", "Guessed tokens that were right.", stats.n_accepted),
             (
                 "llamapipe_model_drafted_tokens",
-                "Of the computed ones, guesses of the draft model or the MTP layer.",
+                f"Of the computed ones, {of_model}.",
                 stats.n_drafted_by_model,
             ),
-            (
-                "llamapipe_model_accepted_tokens",
-                "Of the right ones, guesses of the draft model or the MTP layer.",
-                stats.n_accepted_by_model,
-            ),
+            ("llamapipe_model_accepted_tokens", f"Of the right ones, {of_model}.", stats.n_accepted_by_model),
             ("llamapipe_forced_tokens", "Of these, tokens that a constraint forced.", stats.n_forced),
             ("llamapipe_adapter_changes", "Changes of the adapters of steps.", stats.n_adapter_changes),
             ("llamapipe_encoded_media", "Images, sounds and tiles that were encoded.", stats.n_encoded_media),

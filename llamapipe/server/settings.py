@@ -29,6 +29,16 @@ _OTHER_DEFAULTS = ("sampler_order", "reasoning_budget_message", "dry_base", "dry
 TEMPLATE_PARAMETERS = frozenset(
     {"self", "messages", "tools", "add_generation_prompt"}
 )  # of Model.render_chat
+# The fields that are sequences of strings.
+_NAMES = (
+    "model_names",
+    "embedding_names",
+    "api_keys",
+    "cors_origins",
+    "allow_hosts",
+    "media_urls",
+    "mcp_urls",
+)
 _API_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
@@ -165,15 +175,7 @@ class ServerSettings:
     files_bytes: int = 2**30
 
     def __post_init__(self) -> None:
-        for name in (
-            "model_names",
-            "embedding_names",
-            "api_keys",
-            "cors_origins",
-            "allow_hosts",
-            "media_urls",
-            "mcp_urls",
-        ):
+        for name in _NAMES:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("model_names", "embedding_names"):
             object.__setattr__(self, name, tuple(map(readable, getattr(self, name))))

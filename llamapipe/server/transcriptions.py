@@ -30,25 +30,11 @@ _BOUNDARY = re.compile(
     r"""(?:"([\w'()+,./:=? -]{1,70})"|([\w'()+,./:=?-]{1,70}))\s*(?:;.*)?""",
     re.IGNORECASE | re.ASCII,
 )
-_NAME = re.compile(
-    rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bname="([^"\r\n]{1,200})\"""",
-    re.IGNORECASE | re.MULTILINE,
-)
-_FILENAME = re.compile(
-    rb"""^content-disposition:\s*form-data\s*;[^\r\n]*?\bfilename="([^"\r\n]{1,255})\"""",
-    re.IGNORECASE | re.MULTILINE,
-)
-FIELDS = (
-    "file",
-    "model",
-    "language",
-    "prompt",
-    "response_format",
-    "temperature",
-    "stream",
-    "max_tokens",
-    "seed",
-)
+_DISPOSITION = rb"(?im)^content-disposition:\s*form-data\s*;[^\r\n]*?\b"
+_NAME = re.compile(_DISPOSITION + rb'name="([^"\r\n]{1,200})"')
+_FILENAME = re.compile(_DISPOSITION + rb'filename="([^"\r\n]{1,255})"')
+FIELDS = ("file", "model", "language", "prompt", "response_format", "temperature", "stream", "max_tokens",
+          "seed")  # fmt: skip
 _WITHOUT_EFFECT = ("chunking_strategy", "include[]", "timestamp_granularities[]")
 _PROMPT = "Transcribe audio to text"
 

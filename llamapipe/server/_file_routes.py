@@ -6,7 +6,6 @@ models answers them itself. The form of an upload is already in memory, within t
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 
@@ -21,7 +20,7 @@ from llamapipe.server._files import Files
 from llamapipe.server._kept import NO_STORE, read, write
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.transcriptions import form_parts
+from llamapipe.server.transcriptions import form_of
 
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _MOST_NAME = 255
@@ -52,19 +51,9 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def upload(exchange: Exchange) -> Response:
     """``POST /v1/files``: stores the file of a form."""
     files = _files_of(exchange)
-    raw, exchange.raw = exchange.raw, b""
-    fields: dict[str, bytes] = {}
-    name = ""
-    for part in await asyncio.to_thread(form_parts, exchange.headers.get("content-type", ""), raw):
-        if part.name not in FORM:
-            raise ApiError(
-                400, f"the field {quoted(part.name[:80])} is unknown; there is {listed(FORM)}", part.name
-            )
-        if part.name in fields:
-            raise ApiError(400, f"the field {part.name} is there twice", part.name)
-        fields[part.name] = part.value
-        name = part.filename or name
-    del raw
+    parts = await form_of(exchange, FORM)
+    fields = {name: part.value for name, part in parts.items()}
+    name = next((part.filename for part in reversed(parts.values()) if part.filename), "upload.jsonl")
     if "file" not in fields:
         raise ApiError(400, "file is missing", "file")
     purpose = _text(fields, "purpose")
@@ -80,7 +69,7 @@ async def upload(exchange: Exchange) -> Response:
             ),
             "expires_after",
         )
-    described = name or "upload.jsonl", purpose, fields["file"], life_s
+    described = name, purpose, fields["file"], life_s
     return JsonResponse(await write(exchange, files, files.add_file, *described))
 
 

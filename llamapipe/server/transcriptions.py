@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from starlette.responses import PlainTextResponse, Response
@@ -89,20 +90,24 @@ def form_model(content_type: str, body: bytes) -> str | None:
     return models[0].decode("utf-8", "replace") if models else None
 
 
-def _fields(exchange: Exchange) -> dict[str, bytes]:
+async def form_of(
+    exchange: Exchange, known: Sequence[str], without_effect: Sequence[str] = ()
+) -> dict[str, _Part]:
+    """Return the known fields of the form in the body, which is released. Raises ApiError 400 for others."""
     raw, exchange.raw = exchange.raw, b""
-    fields: dict[str, bytes] = {}
-    unused = []
-    for name, value, _ in form_parts(exchange.headers.get("content-type", ""), raw):
-        if name in _WITHOUT_EFFECT:
-            unused.append(name)
-        elif name not in FIELDS:
-            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(FIELDS)}", name)
-        elif name in fields:
+    parts = await asyncio.to_thread(form_parts, exchange.headers.get("content-type", ""), raw)
+    del raw
+    fields: dict[str, _Part] = {}
+    for part in parts:
+        name = part.name
+        if name in without_effect:
+            continue
+        if name not in known:
+            raise ApiError(400, f"the field {quoted(name[:80])} is unknown; there is {listed(known)}", name)
+        if name in fields:
             raise ApiError(400, f"the field {name} is there twice", name)
-        else:
-            fields[name] = value
-    exchange.note_unused(tuple(unused))
+        fields[name] = part
+    exchange.note_unused(tuple(part.name for part in parts if part.name in without_effect))
     return fields
 
 
@@ -127,7 +132,7 @@ def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) 
 async def transcriptions(exchange: Exchange) -> Response:
     """Answer with the text of a sound."""
     state = exchange.server
-    fields = _fields(exchange)
+    fields = {name: part.value for name, part in (await form_of(exchange, FIELDS, _WITHOUT_EFFECT)).items()}
     model = state.check_model(_text(fields, "model", "", 1000) or None)
     if not state.engine.model.supports_audio:
         raise ApiError(

@@ -13,7 +13,7 @@ from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._job import counted, encoded
-from llamapipe.server._limits import check_n_messages, check_top
+from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
 from llamapipe.server._time_limit import check_time_limit
 from llamapipe.server._tools import Tools, custom_arguments, tools_of
@@ -84,9 +84,6 @@ class ChatRequest(Streamed, kw_only=True):
     media_io_kwargs: Annotated[Any, Unused({})] = None
 
 
-_MAX_TOP = 20  # the API's limit
-
-
 async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     request.check()
@@ -146,7 +143,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1)}
     more.update(adapters_of(exchange.server, request.model, request.lora))
     if request.logprobs:
-        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, CHAT_TOP)
     elif request.n_probs:
         more["logprobs"] = check_top("n_probs", request.n_probs)
     if request.samplers is not None:

@@ -14,6 +14,7 @@ from llamapipe.server.gate import Gate
 from llamapipe.server.state import ServerState
 
 MAX_TOP = 100
+CHAT_TOP = 20  # of OpenAI's and Ollama's chats
 
 
 def refuse_long(state: ServerState, what: str, n_characters: int) -> None:

@@ -46,7 +46,7 @@ from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
 from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
 from llamapipe.server._job import Job, Part, TextJob, encoded, joined
-from llamapipe.server._limits import check_n_messages, check_top
+from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server._tools import check_functions
@@ -60,7 +60,6 @@ from llamapipe.server.state import ServerState
 _API_VERSION = "0.13.0"
 _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
-_MAX_TOP = 20  # the API's limit
 _NO_IMAGES = "this server makes no images"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 _MOST_KEPT_S = 1e8
@@ -276,7 +275,7 @@ class Generates(OllamaRequest, kw_only=True):
         """Return the options as ``SamplingParams``. Raises ApiError 400."""
         _check_duration(self.keep_alive)
         if self.logprobs:
-            more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, _MAX_TOP)
+            more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
         if (adapter := adapter_of(state, self.model)) is not None:
             more["adapter"] = adapter
         options, set_there = self.options or Options(), _modelfile_of(state, self.model).options

@@ -269,7 +269,6 @@ def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str, bool]
 
 
 def _template_args(request: CountRequest) -> dict[str, Any]:
-    """Return the template arguments that control reasoning."""
     args: dict[str, Any] = {}
     if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = request.thinking.type == "enabled"
@@ -399,7 +398,6 @@ def _text(place: str, content: Any) -> str:
 
 
 def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
-    """Return the text of a block that holds text. Raises ApiError 400."""
     if kind == "text":
         return _string(place, block, "text")
     title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""

@@ -45,8 +45,6 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class _Line(msgspec.Struct):
-    """A request of a batch."""
-
     custom_id: str
     url: str
     body: msgspec.Raw
@@ -220,7 +218,6 @@ class Batches:
                 await asyncio.wait(running)
 
     async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
-        """Make one request, and store its result."""
         name = f"{claim.id}_{number}"
         # The same in each attempt: an answer that is stored takes the place of that of the attempt before.
         answer = sha256(name.encode()).hexdigest()[:32] if claim.endpoint == "/v1/responses" else None

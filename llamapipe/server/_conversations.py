@@ -182,7 +182,6 @@ def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
-    """Return the items, checked for use in a conversation. Raises ApiError 400, 404."""
     check_n_messages(exchange.gate, items, "items")
     check_items(items := await resolved(exchange, items))
     return items

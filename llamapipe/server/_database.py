@@ -280,7 +280,6 @@ class _Job(NamedTuple):
         return self.future is not None and self.future.done()
 
     def settle(self, result: Any, error: Exception | None) -> None:
-        """Give the caller the result or the error."""
         if self.loop is not None and self.future is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(settle, self.future, result, error)
@@ -333,7 +332,6 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
-    """Return a connection to the file."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,

@@ -57,7 +57,6 @@ class Guard:
         self._hosts = frozenset(_name(host) for host in settings.allow_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -280,7 +280,6 @@ class _Job(TextJob):
         self._with_texts = with_texts
 
     def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
-        """Return one stream for each choice."""
         return [self._limited(index, parts) for index, parts in enumerate(super().streams())]
 
     async def _limited(

@@ -45,7 +45,6 @@ class _Limited(httpx2.AsyncHTTPTransport):
     """Ends an answer that is too large."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request."""
         response = await super().handle_async_request(request)
         if request.method != "GET":
             assert isinstance(response.stream, httpx2.AsyncByteStream)

@@ -20,7 +20,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._job import encoded
 from llamapipe.server._kept import Kept, kept_of, resolved
-from llamapipe.server._limits import check_n_messages, check_top
+from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -310,7 +310,6 @@ def _string(place: str, item: Mapping[str, Any], key: str) -> str:
     return value
 
 
-_MAX_TOP = 20  # the API's limit
 _SAMPLING = [name for name in Sampling.__struct_fields__ if name in ResponsesRequest.__struct_fields__]
 
 
@@ -415,7 +414,7 @@ def _job(
     more: dict[str, Any] = {"max_tokens": None if most is None else most - n_output}
     more.update(exchange.server.adapter_of(request.model))
     if LOGPROBS in (request.include or ()):
-        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, _MAX_TOP)
+        more["logprobs"] = check_top("top_logprobs", request.top_logprobs or 0, CHAT_TOP)
     elif request.top_logprobs:
         raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
     options = ChatOptions(
@@ -475,7 +474,6 @@ class _Answer:
         self._n_input = self._n_cached = 0
 
     def prepare(self) -> None:
-        """Make the first job. Raises ApiError."""
         self._encoder.tools = _tools(self._exchange, self._request, self._mcp)
         self._job = self._next_job()
 
@@ -647,7 +645,6 @@ class _Answer:
         return self._encoder.sign_of_life() or PING
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the stream."""
         try:
             async with aclosing(self.parts()) as parts:
                 async for event in parts:

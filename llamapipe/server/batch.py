@@ -69,6 +69,5 @@ class BatchRequests:
         return RecordResult(result | {"response": response, "error": None}, n, status >= 400)
 
     async def _post(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Post a body. Returns the status and the JSON body of the answer."""
         answer = await post(self._application, path, body)
         return answer.status, json.loads(answer.body)

@@ -514,7 +514,6 @@ class _OldCycle(RequestResponseCycle):
     _ends_with_connection = False
 
     async def send(self, message: Any) -> None:
-        """Send a part of the answer."""
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
             if all(name.lower() != b"content-length" for name, _ in headers):

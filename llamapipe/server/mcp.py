@@ -388,7 +388,6 @@ class _Life:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended completely."""
         return self._owner.done()
 
     def _finish(self) -> None:
@@ -448,7 +447,6 @@ class _Life:
         return over_http(self._entry.url, self._entry.headers, self._hosts)
 
     async def _notified(self, message: object) -> None:
-        """Take a notification from the server."""
         if getattr(message, "method", None) == "notifications/tools/list_changed":
             self._listing = None
 
@@ -651,7 +649,6 @@ class _Stdio:
             await asyncio.shield(asyncio.ensure_future(_stop(process, tasks)))
 
     async def _read(self, process: asyncio.subprocess.Process, into: Any) -> None:
-        """Give the child's messages to the session."""
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
 
@@ -693,7 +690,6 @@ class _Stdio:
         _signal(process.pid, signal.SIGKILL)
 
     async def _write(self, process: asyncio.subprocess.Process, out_of: Any) -> None:
-        """Give the session's messages to the child."""
         assert process.stdin is not None
         with suppress(OSError, *_closed()):
             async for item in out_of:

@@ -203,7 +203,6 @@ class _Pull:
         return lines
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the stream."""
         yield line({"status": "pulling manifest"})
         await self.run()
         if news := self.news():

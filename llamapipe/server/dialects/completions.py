@@ -103,7 +103,6 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
         return fields
 
     def _logprobs_of(self, i: int) -> CompletionLogprobs:
-        """Write the log-probabilities of a choice for prompt ``i``."""
         vocab, tokens = self._vocab, self._prompts.tokens[i]
         text = self._echo(i) if self._shown.echo else ""
         if text and i not in self._offsets:
@@ -122,7 +121,6 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
         return None if is_text and token == self._vocab.bos else token
 
     def _echo(self, i: int) -> str:
-        """Return the text of prompt ``i``."""
         prompt = self._prompts.given[i]
         if isinstance(prompt, str):
             return prompt

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -25,16 +26,20 @@ from llamapipe._messages import did_you_mean
 from llamapipe.server.errors import ApiError
 
 
+@dataclass(frozen=True, init=False)  # compared by values: each request type has marks of its own
 class Unused:
     """The field does not affect the answer. Its values in ``neutral`` mean the same as leaving it out.
 
     Any other value is accepted, and the header ``x-llamapipe-unused`` names the field; with ``--strict`` it is refused.
     """
 
+    neutral: tuple[Any, ...]
+
     def __init__(self, *neutral: Any) -> None:
-        self.neutral = neutral
+        object.__setattr__(self, "neutral", neutral)
 
 
+@dataclass(frozen=True, init=False)
 class Only:
     """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
 
@@ -42,10 +47,14 @@ class Only:
     for clients that can do without the field; see ``ApiError``.
     """
 
+    neutral: tuple[Any, ...]
+    instead: str
+    details: Mapping[str, Any] | None
+
     def __init__(self, *neutral: Any, instead: str = "", details: Mapping[str, Any] | None = None) -> None:
-        self.neutral = neutral
-        self.instead = instead
-        self.details = details
+        object.__setattr__(self, "neutral", neutral)
+        object.__setattr__(self, "instead", instead)
+        object.__setattr__(self, "details", details)
 
 
 Fate = Unused | Only | None  # None: the field is honoured

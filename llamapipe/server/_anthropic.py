@@ -20,7 +20,7 @@ from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, wrong
 from llamapipe.server.json_bytes import event
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
@@ -294,15 +294,13 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     extra = message.keys() - {"role", "content"}
     if extra:
-        raise ApiError(400, f"{place}: unknown field {quoted(min(extra))}", f"{place}.{min(extra)}")
+        raise wrong(place, min(extra), f"unknown field {quoted(min(extra))}")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(
-            400, f"{place}: the role is {quoted(role)}; it may be 'user' or 'assistant'", f"{place}.role"
-        )
+        raise wrong(place, "role", f"the role is {quoted(role)}; it may be 'user' or 'assistant'")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise ApiError(400, f"{place}: content must be text or a list of blocks", f"{place}.content")
+        raise wrong(place, "content", "content must be text or a list of blocks")
     blocks = [_block(f"{place}.content.{i}", block) for i, block in enumerate(content)]
     return _assistant(blocks) if role == "assistant" else _user(role, blocks)
 
@@ -351,10 +349,8 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
         url = _string(f"{place}.source", source, "url")
         return PlacedPart(place, {"type": "image_url", "image_url": {"url": url}})
     if not isinstance(source, Mapping) or form != "base64":
-        raise ApiError(
-            400,
-            f"{place}: an image must have a source of the type 'base64' or 'url', not {quoted(form)}",
-            f"{place}.source",
+        raise wrong(
+            place, "source", f"an image must have a source of the type 'base64' or 'url', not {quoted(form)}"
         )
     kind, data = _string(f"{place}.source", source, "media_type"), _string(f"{place}.source", source, "data")
     return PlacedPart(place, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
@@ -372,7 +368,7 @@ def _assistant(blocks: Blocks) -> list[Message]:
             )
         elif kind == "tool_use":
             if "input" not in block:
-                raise ApiError(400, f"{place}: a call needs its input", f"{place}.input")
+                raise wrong(place, "input", "a call needs its input")
             # Anything is taken: a call that was cut off may have been repaired to no object.
             function = {"name": _string(place, block, "name"), "arguments": block["input"]}
             calls.append({"id": _string(place, block, "id"), "type": "function", "function": function})
@@ -409,15 +405,13 @@ def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
         return f"{title}{_string(f'{place}.source', source, 'data')}\n"
     if isinstance(source, Mapping) and form == "content":
         return f"{title}{_text(f'{place}.source.content', source.get('content'))}\n"
-    raise ApiError(
-        400, f"{place}: a document must hold text here, not the source {quoted(form)}", f"{place}.source"
-    )
+    raise wrong(place, "source", f"a document must hold text here, not the source {quoted(form)}")
 
 
 def _string(place: str, block: Mapping[str, Any], key: str) -> str:
     value = block.get(key)
     if not isinstance(value, str):
-        raise ApiError(400, f"{place}: {key} must be text, not {json.dumps(value)[:40]}", f"{place}.{key}")
+        raise wrong(place, key, f"{key} must be text, not {json.dumps(value)[:40]}")
     return value
 
 

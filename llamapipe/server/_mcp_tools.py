@@ -23,7 +23,7 @@ from llamapipe.server._addresses import Refused, allowed_host
 from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName
 from llamapipe.server.endpoint import Exchange
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, wrong
 from llamapipe.server.mcp import (
     Image,
     ListedServer,
@@ -373,44 +373,38 @@ def _check(
             raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, _KEYS)}", "tools")
     label, url = tool.get("server_label"), tool.get("server_url")
     if not isinstance(label, str) or not _LABEL.fullmatch(label):
-        raise ApiError(
-            400,
-            f"{place}: server_label must be text of at most 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'",
-            f"{place}.server_label",
+        raise wrong(
+            place,
+            "server_label",
+            "server_label must be text of at most 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'",
         )
     if url is not None and not isinstance(url, str):
-        raise ApiError(400, f"{place}: server_url must be text", f"{place}.server_url")
+        raise wrong(place, "server_url", "server_url must be text")
     for key in ("connector_id", "tunnel_id"):
         if tool.get(key) is not None:
-            raise ApiError(
-                400, f"{place}: {key} is of OpenAI's service; name a server of this one", f"{place}.{key}"
-            )
+            raise wrong(place, key, f"{key} is of OpenAI's service; name a server of this one")
     if label in labels:
         what = f"the MCP server {quoted(label)} is one of this server's file, which"
         if url is not None and url != labels[label]:
-            raise ApiError(
-                400, f"{place}: {what} says where it is: leave server_url out", f"{place}.server_url"
-            )
+            raise wrong(place, "server_url", f"{what} says where it is: leave server_url out")
         for key in ("headers", "authorization"):
             if tool.get(key):
-                raise ApiError(400, f"{place}: {key}: {what} says what it is told", f"{place}.{key}")
+                raise wrong(place, key, f"{key}: {what} says what it is told")
         return label
     known = listed(sorted(labels)) or "none"
     if url is None:
         hint = did_you_mean(label, labels)
-        raise ApiError(
-            400,
-            f"{place}: there is no MCP server {quoted(label)}; the servers are {known}{hint}",
-            f"{place}.server_label",
+        raise wrong(
+            place, "server_label", f"there is no MCP server {quoted(label)}; the servers are {known}{hint}"
         )
     if remote is None:
-        raise ApiError(400, f"{place}: {_NO_ADDRESS} ({known})", f"{place}.server_url")
+        raise wrong(place, "server_url", f"{_NO_ADDRESS} ({known})")
     try:
         if not url.isprintable():  # urlsplit leaves out line ends
             raise Refused("it has control characters or spaces")
         allowed_host(urlsplit(url), remote.hosts, "--mcp-url HOST")
     except (Refused, ValueError) as e:
-        raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", f"{place}.server_url") from None
+        raise wrong(place, "server_url", f"{quoted(url[:80])}: {e}") from None
     _headers_of(place, tool)
     return label
 
@@ -422,14 +416,14 @@ def _headers_of(place: str, tool: Mapping[str, Any]) -> dict[str, str]:
         isinstance(value, str) and HEADER.fullmatch(name) and VALUE.fullmatch(value)
         for name, value in headers.items()
     ):
-        raise ApiError(400, f"{place}: headers must be an object of names and texts", f"{place}.headers")
+        raise wrong(place, "headers", "headers must be an object of names and texts")
     for name in headers:
         if name.lower() in _NO_HEADERS:
-            raise ApiError(400, f"{place}: the header {quoted(name)} is not the client's", f"{place}.headers")
+            raise wrong(place, "headers", f"the header {quoted(name)} is not the client's")
     if token is None:
         return dict(headers)
     if not isinstance(token, str) or not VALUE.fullmatch(token):
-        raise ApiError(400, f"{place}: authorization must be a token", f"{place}.authorization")
+        raise wrong(place, "authorization", "authorization must be a token")
     return {**headers, "authorization": f"Bearer {token}"}
 
 
@@ -437,7 +431,7 @@ def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Fil
     """Return a server's description, allowed tools and approval rules, as in ``Wanted``. Raises ApiError 400."""
     about = tool.get("server_description")
     if about is not None and not isinstance(about, str):
-        raise ApiError(400, f"{place}: server_description must be text", f"{place}.server_description")
+        raise wrong(place, "server_description", "server_description must be text")
     allowed = Filter()
     if (allowed_tools := tool.get("allowed_tools")) is not None:
         allowed = _filter(f"{place}.allowed_tools", allowed_tools)
@@ -459,10 +453,10 @@ def _rules(place: str, tool: Mapping[str, Any]) -> tuple[str | None, Filter, Fil
     elif approval == "never":
         never = Filter()
     elif approval not in (None, "always"):
-        raise ApiError(
-            400,
-            f"{place}: require_approval is {quoted(approval)}; it may be 'always', 'never' or an object",
-            f"{place}.require_approval",
+        raise wrong(
+            place,
+            "require_approval",
+            f"require_approval is {quoted(approval)}; it may be 'always', 'never' or an object",
         )
     return about, allowed, always, never
 

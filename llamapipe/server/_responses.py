@@ -29,7 +29,7 @@ from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualifi
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.server.endpoint import PING, SUBMITTED, EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down
+from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down, wrong
 from llamapipe.server.json_bytes import encode_json, typed_event
 from llamapipe.server.mcp import McpError
 from llamapipe.work.tenant import conversation
@@ -203,14 +203,12 @@ def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: To
     if kind is None:  # the API lets messages and references leave it out
         kind = "item_reference" if "id" in item and "role" not in item else "message"
     if not isinstance(item.get("status"), (str, type(None))):  # it would be stored, and told to clients
-        raise ApiError(400, f"{place}: the status must be text", f"{place}.status")
+        raise wrong(place, "status", "the status must be text")
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
-            raise ApiError(
-                400,
-                f"{place}: the role is {quoted(role)}; it may be user, assistant, system or developer",
-                f"{place}.role",
+            raise wrong(
+                place, "role", f"the role is {quoted(role)}; it may be user, assistant, system or developer"
             )
         if role == "assistant":
             _answer(messages)["content"] += _text(f"{place}.content", item.get("content"))
@@ -306,7 +304,7 @@ def _text(place: str, content: Any) -> str:
 def _string(place: str, item: Mapping[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise ApiError(400, f"{place}: {key} must be text", f"{place}.{key}")
+        raise wrong(place, key, f"{key} must be text")
     return value
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.chat.tools import check_n_tools
 from llamapipe.errors import InvalidRequestError
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, wrong
 from llamapipe.structured.regular import MOST_CHARACTERS, regular
 
 _HOSTED = ("web_search", "web_search_preview", "file_search", "computer", "computer_use", "computer_use_preview",
@@ -250,7 +250,7 @@ def _grammar(place: str, format_: Any) -> _Grammar | None:
         raise ApiError(400, f"{place}.type is {quoted(kind)}; it may be 'text' or 'grammar'", f"{place}.type")
     extra = format_.keys() - ({"type"} if kind == "text" else {"type", "grammar", "syntax", "definition"})
     if extra:
-        raise ApiError(400, f"{place}: unknown key {quoted(min(extra))}", f"{place}.{min(extra)}")
+        raise wrong(place, min(extra), f"unknown key {quoted(min(extra))}")
     if kind == "text":
         return None
     inner = format_.get("grammar", format_)

@@ -121,6 +121,11 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
+def wrong(place: str, key: str, problem: str) -> ApiError:
+    """Return the error 400 for a field of what is at ``place`` in the request."""
+    return ApiError(400, f"{place}: {problem}", f"{place}.{key}")
+
+
 def no_model(message: str, param: str = "model") -> ApiError:
     """Return the error for a model or an adapter that is not served."""
     return ApiError(404, message, param, "model_not_found")

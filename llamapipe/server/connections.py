@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,6 @@ _SPARE_DESCRIPTORS = 128  # for connections that are accepted before others are 
 _MOST_CONNECTIONS = 16384
 _CHUNK_BYTES = 16  # of framing are allowed for each byte of data: chunks may have one byte and an extension
 _log = logging.getLogger("llamapipe.server")
-_REASONS = {
-    400: b"Bad Request",
-    405: b"Method Not Allowed",
-    408: b"Request Timeout",
-    431: b"Request Header Fields Too Large",
-    503: b"Service Unavailable",
-}
 
 
 class Connections:
@@ -391,7 +385,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             url = getattr(self, "url", b"").decode("latin-1")
             body = msgspec.json.encode(error.body(dialect_of(url)))
             head = [
-                b"HTTP/1.1 %d %b" % (error.status, _REASONS.get(error.status, b"Error")),
+                b"HTTP/1.1 %d %b" % (error.status, HTTPStatus(error.status).phrase.encode()),
                 b"content-type: application/json",
                 b"content-length: %d" % len(body),
                 b"connection: close",

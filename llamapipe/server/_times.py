@@ -8,31 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from llamapipe.results import ChatCompletion, Completion
+from llamapipe.streams import AsyncChatStream, AsyncStream
 
 PHASES = ("load", "prepare", "queue", "prompt", "generate")
-
-
-class Followed(Protocol):
-    """A stream of the engine."""
-
-    @property
-    def slot_at(self) -> float | None:
-        """When the stream got its first slot, by ``perf_counter``."""
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """The number of cached tokens of its prompt."""
-
-    @property
-    def n_drafted_tokens(self) -> int:
-        """The number of drafted tokens that were computed."""
-
-    @property
-    def n_accepted_tokens(self) -> int:
-        """The number of drafted tokens that were accepted."""
 
 
 class RequestTimes:
@@ -51,7 +32,7 @@ class RequestTimes:
         self.n_completion: int | None = 0
         self._slot_at: float | None = None
         self._counts = [0, 0, 0]  # cached, drafted and accepted tokens, of answers that are complete
-        self._streams: list[Followed] = []
+        self._streams: list[AsyncStream | AsyncChatStream] = []
         self._n_earlier = 0  # of the streams, those of earlier prompts
 
     def __repr__(self) -> str:
@@ -65,7 +46,7 @@ class RequestTimes:
     def _cached_of_prompt(self) -> int:
         return min((stream.n_cached_tokens for stream in self._streams[self._n_earlier :]), default=0)
 
-    def follow(self, stream: Followed) -> None:
+    def follow(self, stream: AsyncStream | AsyncChatStream) -> None:
         """Note that a stream of the engine was submitted."""
         if self.submitted_at is None:
             self.submitted_at = perf_counter()

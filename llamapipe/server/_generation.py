@@ -20,16 +20,15 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
-from llamapipe.server._job import gathered
+from llamapipe.server._job import Job, drafted, gathered
 from llamapipe.server._limits import refuse_long, refuse_long_chat, total_choices
 from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
-from llamapipe.server._time_limit import chat_choice, until_line
+from llamapipe.server._time_limit import chat_choice
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
 from llamapipe.server.settings import TEMPLATE_PARAMETERS
 from llamapipe.server.state import ServerState
-from llamapipe.streams import AsyncChatStream
 from llamapipe.work.long_work import size_of
 
 # Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
@@ -317,15 +316,13 @@ async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int |
     return int(limit) if limit.isdecimal() else None
 
 
-class ChatJob:
+class ChatJob(Job[ChatDelta]):
     """One conversation with its params, answered in one piece or as one stream for each choice.
 
     ``constraint_field``: the field of the request that holds the format of the answer, if any. ``before``: tokens that
     precede the prompt of a stream. ``grammars``: for each tool, the field of the request that holds its grammar.
-    ``is_empty``: the request asks for no tokens. The engine then computes the prompt and one token, which is not
-    returned. ``has_system``: the operator's system prompt applies, unless the conversation has one. ``spent_s``: how
-    much of the request's time is already used. ``most_ms``: see ``until_line``; 0: no limit. ``n_prompt_tokens``,
-    ``n_cached_tokens``: set when the first stream has begun.
+    ``has_system``: the operator's system prompt applies, unless the conversation has one. ``spent_s``: how much of the
+    request's time is already used.
     """
 
     def __init__(
@@ -342,29 +339,23 @@ class ChatJob:
         spent_s: float = 0.0,
         most_ms: int = 0,
     ) -> None:
-        self._most_ms = most_ms
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
         if options.truncation == "error":
             refuse_long_chat(exchange.server, messages)
-        self._exchange = exchange
-        self._engine = exchange.server.engine
         timeout_s = exchange.server.settings.timeout_s
-        self._timeout = None if timeout_s is None else max(timeout_s - spent_s, 0)
+        left_s = None if timeout_s is None else max(timeout_s - spent_s, 0)
+        super().__init__(exchange, params, params.n, left_s, is_empty, most_ms)
         self._began = perf_counter()
         self._messages = messages
         self._preparing = asyncio.Lock()
         self._is_prepared = False
         self._has_system = has_system and not before  # which already begin a conversation
         self._n_added = 0  # messages before those of the request
-        self._params = params
         self._options = options
         self._before = before
         self._constraint = constraint_field
         self._grammars = grammars or {}
-        self.is_empty = is_empty
-        self.n_prompt_tokens = self.n_cached_tokens = 0
-        self.running: list[AsyncChatStream | None] = [None] * params.n  # the streams that were submitted
 
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
@@ -407,14 +398,12 @@ class ChatJob:
 
     async def _gathered(self) -> ChatCompletion:
         parts = await gathered(self._exchange, self)
-        running = [stream for stream in self.running if stream is not None]
         return ChatCompletion(
             tuple(chat_choice(i, stream) for i, stream in enumerate(parts)),
             self.n_prompt_tokens,
             self.n_cached_tokens,
             Timings(None, 0.0),
-            sum(stream.n_drafted_tokens for stream in running),
-            sum(stream.n_accepted_tokens for stream in running),
+            *drafted(self.running),
         )
 
     async def prompt_tokens(self) -> list[int]:
@@ -439,20 +428,12 @@ class ChatJob:
         except InvalidRequestError as e:
             raise self._explained(e) from None
 
-    def streams(self) -> list[AsyncGenerator[ChatDelta | None, None]]:
-        """Return one stream for each choice. Its first item, None, means that the request is checked and queued."""
-        streams = [self._stream(i) for i in range(self._params.n)]
-        return [until_line(stream, self._most_ms) for stream in streams] if self._most_ms else streams
-
-    async def _stream(self, i: int) -> AsyncGenerator[ChatDelta | None, None]:
+    async def _stream(self, index: int) -> AsyncGenerator[ChatDelta | None, None]:
         await self._prepare()
-        params = replace(self._params, n=1)
-        if params.seed is not None:
-            params = replace(params, seed=(params.seed + i) % 2**64)
         try:
             stream = self._engine.astream_chat(
                 self._messages,
-                params,
+                self._params_of(index),
                 timeout=self._timeout,
                 block=False,
                 before=self._before,
@@ -462,11 +443,11 @@ class ChatJob:
                 await stream.submit()
                 self._exchange.times.follow(stream)
                 self.n_prompt_tokens = stream.n_prompt_tokens
-                self.running[i] = stream
+                self.running[index] = stream
                 yield None
                 async for delta in stream:
                     self.n_prompt_tokens = stream.n_prompt_tokens
-                    if i == 0:  # the first stream computes the prompt for the others
+                    if index == 0:  # the first stream computes the prompt for the others
                         self.n_cached_tokens = stream.n_cached_tokens
                     if self.is_empty:
                         yield ChatDelta("", "", (), (), () if delta.logprobs is not None else None, "length")

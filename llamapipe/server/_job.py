@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from llamapipe.params import SamplingParams
 from llamapipe.results import (
@@ -28,40 +28,59 @@ from llamapipe.streams import AsyncChatStream, AsyncStream
 
 T = TypeVar("T")
 Part = TypeVar("Part", ChatDelta, Delta)
-Part_co = TypeVar("Part_co", ChatDelta, Delta, covariant=True)
 
 
-class Job(Protocol[Part_co]):
+class Job(Generic[Part]):
     """A request to the engine, as one stream for each choice.
 
-    ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once their streams have begun. ``running``: the
-    streams, each None until it is submitted.
-    """
-
-    @property
-    def n_prompt_tokens(self) -> int: ...
-
-    @property
-    def n_cached_tokens(self) -> int: ...
-
-    @property
-    def running(self) -> Sequence[AsyncStream | AsyncChatStream | None]: ...
-
-    def streams(self) -> Sequence[AsyncGenerator[Part_co | None, None]]:
-        """Return one stream for each choice. The first item, None, means that the request is checked and queued."""
-
-    async def prompt_tokens(self) -> list[int]:
-        """Return the prompt's text tokens, without images."""
-
-
-class TextJob:
-    """Tokenized prompts with their params: ``n`` choices of each. ``late_reason``: why a time limit ended a text.
-
-    ``is_empty``: the request asks for no tokens. The engine computes the prompt and one token, which is not returned.
-    ``most_ms``: see ``until_line``; 0: no limit.
+    ``timeout_s``: of the whole answer; None: no limit. ``is_empty``: the request asks for no tokens. The engine then
+    computes the prompt and one token, which is not returned. ``most_ms``: see ``until_line``; 0: no limit.
+    ``late_reason``: why that limit ended a text. ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once
+    their streams have begun. ``running``: the streams, each None until it is submitted.
     """
 
     late_reason: FinishReason = "length"
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        n_streams: int,
+        timeout_s: float | None,
+        is_empty: bool,
+        most_ms: int,
+    ) -> None:
+        self._exchange = exchange
+        self._engine = exchange.server.engine
+        self._params = params
+        self._timeout = timeout_s
+        self._most_ms = most_ms
+        self.is_empty = is_empty
+        self.n_prompt_tokens = self.n_cached_tokens = 0
+        self.running: list[AsyncStream | AsyncChatStream | None] = [None] * n_streams
+
+    async def prompt_tokens(self) -> list[int]:
+        """Return the first prompt's text tokens, without images."""
+        raise NotImplementedError
+
+    def streams(self) -> list[AsyncGenerator[Part | None, None]]:
+        """Return one stream for each choice. The first item, None, means that the request is checked and queued."""
+        streams = [self._stream(index) for index in range(len(self.running))]
+        if not self._most_ms:
+            return streams
+        return [until_line(stream, self._most_ms, self.late_reason) for stream in streams]
+
+    def _stream(self, index: int) -> AsyncGenerator[Part | None, None]:
+        raise NotImplementedError
+
+    def _params_of(self, i: int) -> SamplingParams:
+        """Return the params of a prompt's choice ``i``."""
+        params = replace(self._params, n=1, prompt_logprobs=None)
+        return params if params.seed is None else replace(params, seed=(params.seed + i) % 2**64)
+
+
+class TextJob(Job[Delta]):
+    """Tokenized prompts with their params: ``n`` choices of each, starting with the first prompt's."""
 
     def __init__(
         self,
@@ -72,25 +91,15 @@ class TextJob:
         is_empty: bool = False,
         most_ms: int = 0,
     ) -> None:
-        self._most_ms = most_ms
-        self._exchange = exchange
-        self._engine = exchange.server.engine
-        self._timeout = exchange.server.settings.timeout_s
+        timeout_s = exchange.server.settings.timeout_s
+        super().__init__(exchange, params, len(prompts) * n, timeout_s, is_empty, most_ms)
         self._prompts = prompts
-        self._params = params
-        self.is_empty = is_empty
         self._n_cached = [0] * len(prompts)
         self.n = n
         self.n_prompt_tokens = sum(map(len, prompts))
-        self.running: list[AsyncStream | None] = [None] * (len(prompts) * n)
 
     def __repr__(self) -> str:
         return f"<TextJob n_prompts={len(self._prompts)} n={self.n}>"
-
-    @property
-    def n_cached_tokens(self) -> int:
-        """The number of cached tokens of all prompts."""
-        return sum(self._n_cached)
 
     async def prompt_tokens(self) -> list[int]:
         """Return the tokens of the first prompt."""
@@ -113,7 +122,6 @@ class TextJob:
         completions = []
         for p, prompt in enumerate(self._prompts):
             streams = parts[p * self.n : (p + 1) * self.n]
-            running = [stream for stream in self.running[p * self.n : (p + 1) * self.n] if stream is not None]
             completions.append(
                 Completion(
                     tuple(text_choice(i, stream) for i, stream in enumerate(streams)),
@@ -121,8 +129,7 @@ class TextJob:
                     self._n_cached[p],
                     Timings(None, 0.0),
                     None if scores is None else scores[p],
-                    sum(stream.n_drafted_tokens for stream in running),
-                    sum(stream.n_accepted_tokens for stream in running),
+                    *drafted(self.running[p * self.n : (p + 1) * self.n]),
                 )
             )
         return completions
@@ -147,26 +154,19 @@ class TextJob:
         done = await self._engine.agenerate(self._prompts, params, timeout=self._timeout, block=False)
         return [list(completion.prompt_logprobs or ()) for completion in done]
 
-    def streams(self) -> list[AsyncGenerator[Delta | None, None]]:
-        """Return one stream for each choice, starting with the first prompt's choices."""
-        streams = [self._stream(p, i) for p in range(len(self._prompts)) for i in range(self.n)]
-        if not self._most_ms:
-            return streams
-        return [until_line(stream, self._most_ms, self.late_reason) for stream in streams]
-
-    async def _stream(self, p: int, i: int) -> AsyncGenerator[Delta | None, None]:
-        params = replace(self._params, n=1, prompt_logprobs=None)
-        if params.seed is not None:
-            params = replace(params, seed=(params.seed + i) % 2**64)
+    async def _stream(self, index: int) -> AsyncGenerator[Delta | None, None]:
+        p, i = divmod(index, self.n)
+        params = self._params_of(i)
         stream = self._engine.astream(self._prompts[p], params, timeout=self._timeout, block=False)
         async with stream:
             await stream.submit()
             self._exchange.times.follow(stream)
-            self.running[p * self.n + i] = stream
+            self.running[index] = stream
             yield None
             async for delta in stream:
                 if i == 0:  # the first of a prompt's choices computes it for the others
                     self._n_cached[p] = stream.n_cached_tokens
+                    self.n_cached_tokens = sum(self._n_cached)
                 if self.is_empty:
                     yield delta._replace(text="", token_ids=(), finish_reason="length")
                     return
@@ -184,6 +184,15 @@ def counted(exchange: Exchange, *done: Completion | ChatCompletion, is_empty: bo
     )
     exchange.count(counts.n_prompt, counts.n_completion)
     return counts
+
+
+def drafted(running: Sequence[AsyncStream | AsyncChatStream | None]) -> tuple[int, int]:
+    """Return how many drafted tokens the streams computed, and how many of them were accepted."""
+    streams = [stream for stream in running if stream is not None]
+    return (
+        sum(stream.n_drafted_tokens for stream in streams),
+        sum(stream.n_accepted_tokens for stream in streams),
+    )
 
 
 async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:
@@ -211,14 +220,7 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
                     yield data
     finally:
         exchange.count(job.n_prompt_tokens, n_completion)
-    running = [stream for stream in job.running if stream is not None]
-    counts = Counts(
-        job.n_prompt_tokens,
-        job.n_cached_tokens,
-        n_completion,
-        sum(stream.n_drafted_tokens for stream in running),
-        sum(stream.n_accepted_tokens for stream in running),
-    )
+    counts = Counts(job.n_prompt_tokens, job.n_cached_tokens, n_completion, *drafted(job.running))
     prompt = await job.prompt_tokens() if encoder.prompt_at == "end" else ()
     if data := encoder.end(counts, prompt):
         yield data

@@ -82,11 +82,9 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a call in the form that the client defined the tool in."""
         function = call["function"]
-        known = self._tools.known(function["name"])
-        if not known.is_custom:
+        if not self._tools.known(function["name"]).is_custom:
             return call
-        custom = {"name": known.name, "input": custom_input(function["arguments"])}
-        return {"id": call["id"], "type": "custom", "custom": custom}
+        return _custom_call(call["id"], function["name"], function["arguments"])
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
@@ -154,8 +152,12 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
     def _released(self, choice: int) -> dict[str, Any]:
         """Return the call of a custom tool that was held back."""
         index, call_id, name, arguments = self._held.pop(choice)
-        custom = {"name": name, "input": custom_input("".join(arguments))}
-        return {"index": index, "id": call_id, "type": "custom", "custom": custom}
+        return {"index": index, **_custom_call(call_id, name, "".join(arguments))}
+
+
+def _custom_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of a custom tool. The next turn names the tool as the model does: the API has no namespaces."""
+    return {"id": call_id, "type": "custom", "custom": {"name": name, "input": custom_input(arguments)}}
 
 
 def _call_part(piece: ToolCallDelta) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 import llamapipe as lp
 from llamapipe.chat.results import ToolCall, ToolCallDelta
-from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob
+from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Delta, Timings, TokenLogprob
 from llamapipe.server._times import RequestTimes
 from llamapipe.server._tools import ClientName, Tools, tools_of
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
@@ -119,6 +119,20 @@ class TestChat:
         calls = [one["choices"][0]["delta"].get("tool_calls") for one in made]
         custom = {"index": 0, "id": "call_1", "type": "custom", "custom": {"name": "run", "input": "ls"}}
         assert calls == [None, None, None, [custom]]
+
+    def test_a_tool_of_a_namespace_has_the_same_name_in_pieces_and_whole(self, demo: lp.Model) -> None:
+        """The model's: the next turn gives it back, and the API has no namespaces."""
+        tools = Tools([], "auto", {"shell__run": ClientName("run", "shell", is_custom=True)}, (), {})
+        arguments = '{"input": "ls"}'
+        parts = [chat_part(calls=[ToolCallDelta(0, "call_1", "shell__run", arguments)], reason="tool_calls")]
+        last = events(sent(chat(demo, tools), parts))[-1]["choices"][0]["delta"]["tool_calls"][0]
+        call = ToolCall.of("call_1", "shell__run", arguments)
+        done = ChatCompletion(
+            (ChatChoice(0, "", "", (call,), "tool_calls", 1, [7]),), 5, 2, Timings(None, 0.0)
+        )
+        whole = chat(demo, tools).whole(done, Counts(5, 2, 1))["choices"][0]["message"]["tool_calls"][0]
+        assert whole == {"id": "call_1", "type": "custom", "custom": {"name": "shell__run", "input": "ls"}}
+        assert last == {"index": 0, **whole}
 
     def test_token_ids_and_logprobs(self, demo: lp.Model) -> None:
         entry = TokenLogprob(7, -0.5, (), demo.vocab.piece(7))

@@ -298,7 +298,6 @@ class MarkerProbe:
 
 
 def _closed(tag: str) -> str:
-    """Return the tag that closes ``tag``."""
     return f"{tag[0]}/{tag[1:]}"
 
 

@@ -48,8 +48,6 @@ def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rule
 
 
 class _ArgumentWriter:
-    """Writes the grammar of the arguments of one tool."""
-
     def __init__(self, arguments: TaggedArguments, literals: Literals, rules: Rules) -> None:
         self._arguments = arguments
         self._form = arguments.form
@@ -104,7 +102,6 @@ class _ArgumentWriter:
         return f"({' | '.join(parts)})"
 
     def _values(self, schema: dict[str, Any], kinds: set[str]) -> list[str]:
-        """Write the JSON of values of these types."""
         arguments = self._arguments
         types = arguments.types(schema)
         if types <= kinds | ({"integer"} if "number" in kinds else set()) and "any" not in types:
@@ -337,7 +334,6 @@ def _is_free(schema: dict[str, Any]) -> bool:
 
 
 def _python_texts(value: Any) -> list[str]:
-    """Return the spellings of a value as JSON and in Python."""
     texts = [json.dumps(value), json.dumps(value, ensure_ascii=False), python_text(value)]
     if isinstance(value, str) and not re.search(r"['\\\x00-\x1f]", value):
         texts.append(f"'{value}'")

@@ -473,7 +473,6 @@ class TemplateProbe:
         return any(_writes(whole, sample.one, is_whole=False) for sample in self._samples)
 
     def _formats(self, samples: Sequence[_Sample]) -> Iterator[CallFormat]:
-        """Yield the formats found in samples."""
         for find in (_json_format, _named_format, _tagged_format, _quoted_format, _python_format):
             for sample in samples:
                 form = find(sample)
@@ -762,7 +761,6 @@ def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """Split a text before its first mark."""
     at = min((n for mark in (_ID_MARK, _NUMBER_MARK) if (n := text.find(mark)) >= 0), default=len(text))
     return text[:at], text[at:]
 

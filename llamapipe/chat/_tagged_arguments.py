@@ -193,7 +193,6 @@ class TaggedArguments:
         return self._read(self._schema(key), text, is_text)
 
     def _read(self, schema: dict[str, Any], text: str, is_text: bool | None = None) -> Any:
-        """Read a value of a schema from its text."""
         chosen = choices(schema)
         if chosen is not None:
             for value in chosen:
@@ -282,7 +281,6 @@ class TaggedArguments:
         return self.resolved(members.get(key, others if isinstance(others, dict) else {}))
 
     def _item(self, schema: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return the schema of an item of an array."""
         arrays = [option for option in self.alternatives(schema) if "array" in self.types(option)]
         option = (arrays or [{}])[0]
         first = option.get("prefixItems", [])
@@ -382,7 +380,6 @@ def choices(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _is_of(value: Any, names: set[str]) -> bool:
-    """Return whether a value has one of these JSON types."""
     kind = json_type(value)
     return kind in names or (kind == "number" and "integer" in names and value == int(value))
 

@@ -106,7 +106,6 @@ class ControlTexts:
 
 
 def _cut(text: str, token: SpecialToken) -> Iterator[str | int]:
-    """Yield the parts of a text around a token."""
     pieces = text.split(token.text)
     for i, piece in enumerate(pieces):
         if i > 0:

@@ -113,7 +113,6 @@ def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequenc
 
 
 def _texts(content: Any) -> list[str]:
-    """Return the texts of a message's content."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, (list, tuple)) else ()

@@ -572,7 +572,6 @@ def _tojson(
 
 
 def _json_texts(value: Any) -> Iterator[JsonText]:
-    """Yield the JSON texts within a value."""
     if isinstance(value, JsonText):
         yield value
     elif isinstance(value, (Mapping, list)):

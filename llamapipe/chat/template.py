@@ -585,7 +585,6 @@ def _is_name(value: Any) -> bool:
 
 
 def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
-    """Return a JSON value with its texts, lists and objects shortened."""
     if isinstance(value, str):
         return value[:_SHORT]
     n = _FEW if levels else 0

@@ -384,7 +384,6 @@ class SchemaGrammar:
         return self._new("T", " & ".join(texts))
 
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
-        """Return the keywords for bounds with their values."""
         bounds = []
         for name in BOUNDS:
             bound = node.get(name)
@@ -411,7 +410,6 @@ class SchemaGrammar:
         return self._new("T", f'"\\"" ({body}) "\\""')
 
     def _text(self, value: Any) -> str:
-        """Return a value as JSON."""
         return json.dumps(value, ensure_ascii=False, separators=self._separators)
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:

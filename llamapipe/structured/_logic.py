@@ -881,7 +881,6 @@ class _Rewriter:
         return self._nodes[literal]
 
     def _schema_of(self, ways: Ways) -> Any:
-        """Return alternatives as a schema."""
         if not ways:
             return False
         if () in ways:
@@ -1255,7 +1254,6 @@ def _n_first(node: Node) -> int:
 
 
 def _item(node: Node, i: int) -> Any:
-    """Return the schema of an item."""
     items, first = node.get("items", True), node.get("prefixItems", [])
     if isinstance(items, list):
         items, first = node.get("additionalItems", True), items

@@ -309,7 +309,6 @@ def _may_be_combined(pointer: str, part: Node) -> bool:
 
 
 def _literally(text: str) -> str:
-    """Return a pattern that matches this text."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):X}}}" for character in text)
 
 

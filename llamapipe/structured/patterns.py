@@ -327,14 +327,14 @@ class _Writer:
         misplaced = (begins and not is_start and not is_first) or (ends and is_inner)
         if ("text", "^") in body or ("text", "$") in body or misplaced:
             return None
-        n_first = (
-            next((i for i, (kind, _) in enumerate(body) if kind[:2] != "(?"), len(body)) if is_first else -1
-        )
+        n_first = -1
+        if is_first:
+            n_first = next((i for i, (kind, _) in enumerate(body) if kind[:2] != "(?"), len(body))
         tail = after if is_inner or ends else self._any
         plain = ""
         for i, (kind, text) in reversed([*enumerate(body)]):
             if kind == "text":
-                plain = self._expression(text, is_wide) + plain
+                plain = "".join(self._atoms(text, is_wide)) + plain
                 continue
             tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
             options = _split(text)
@@ -365,19 +365,15 @@ class _Writer:
                 return None
             if None in inner_options:
                 return None
-            either = " | ".join(f"({option})" for option in inner_options)
-            tail = (
-                f"({either})" if kind == "group" else f"({tail}) & {'~' if kind == '(?!' else ''}({either})"
-            )
-            tail = f"({tail})"
+            either = f"({' | '.join(f'({option})' for option in inner_options)})"
+            if kind != "group":
+                either = f"({tail}) & {'~' if kind == '(?!' else ''}{either}"
+            tail = f"({either})"
         tail = f"/{plain}/ ({tail})" if plain else tail
         return tail if begins or not is_start else f"{self._any} ({tail})"
 
-    def _expression(self, text: str, is_wide: bool) -> str:
-        """Write a part of a pattern without look-around, as a regular expression between slashes."""
-        return "".join(self._atoms(text, is_wide))
-
     def _atoms(self, text: str, is_wide: bool) -> Iterator[str]:
+        """Yield the parts of a pattern without look-around, as a regular expression between slashes has them."""
         at = 0
         while at < len(text):
             atom = _ATOM.match(text, at)
@@ -389,9 +385,8 @@ class _Writer:
                 continue
             symbol = atom["one"]
             if symbol not in ("|", "^", "$"):
-                symbol = (
-                    _in_json(_single(symbol, is_wide), symbol) if self._is_json else _single(symbol, is_wide)
-                )
+                single = _single(symbol, is_wide)
+                symbol = _in_json(single, symbol) if self._is_json else single
             yield re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", symbol, flags=re.DOTALL)
             yield atom["times"]
             at = atom.end()

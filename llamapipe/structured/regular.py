@@ -111,7 +111,6 @@ def regular(lark: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text as a regular expression."""
     return _ESCAPE.sub(r"\\\g<0>", text).replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 

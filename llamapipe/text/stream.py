@@ -245,10 +245,8 @@ class _Automaton:
                 queue.append(child)
 
 
-@lru_cache(maxsize=64)
-def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    """Build the tables once for all requests that use the same stop strings."""
-    return _Automaton(stops)
+# The tables are built once for all requests that use the same stop strings.
+_automaton = lru_cache(maxsize=64)(_Automaton)
 
 
 class TextStream:

@@ -64,9 +64,8 @@ class WordPiece:
         if self._strips:
             text = unicodedata.normalize("NFD", text)
         if self._lowercase:
-            text = text.replace(
-                "\u03a3", "\u03c3"
-            ).lower()  # str.lower() knows the sigma at the end of a word
+            # str.lower() knows the sigma at the end of a word.
+            text = text.replace("\u03a3", "\u03c3").lower()
         return text.translate(self._split)
 
     def _pieces(self, word: str) -> tuple[int, ...]:

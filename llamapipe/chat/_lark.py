@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from llamapipe.chat._call_format import segments
@@ -43,15 +44,10 @@ class Literals:
     def text(self, text: str) -> str:
         """Return the elements that match ``text`` exactly; empty for empty text."""
         parts: list[str] = []
-        plain = ""
-        for segment in segments(text):
-            token = self.token(segment)
-            if token is None:
-                plain += segment
-                continue
-            parts += [json.dumps(plain)] * bool(plain) + [token]
-            plain = ""
-        return " ".join(parts + [json.dumps(plain)] * bool(plain))
+        for token, group in groupby(segments(text), self.token):
+            same = [*group]
+            parts += [json.dumps("".join(same))] if token is None else [token] * len(same)
+        return " ".join(parts)
 
     def tags(self, text: str) -> str:
         """Return elements as ``text`` does, but make the newline between two tags optional."""
@@ -75,9 +71,8 @@ class Rules:
     def __init__(self, literals: Literals) -> None:
         self._literals = literals
         self._lines: list[str] = []
-        self._lazy: dict[str, str] = {}  # names by body: equal ones, as of many arguments, are one rule
-        self._terminals: dict[str, str] = {}
-        self._named: dict[str, str] = {}
+        # Names by attribute and body: equal ones, as of many arguments, are one rule.
+        self._shared: dict[tuple[str, str], str] = {}
         self._recursive: dict[object, str] = {}
 
     def add(self, name: str, body: str) -> str:
@@ -87,22 +82,18 @@ class Rules:
 
     def terminal(self, body: str) -> str:
         """Add a terminal; return its name."""
-        if body not in self._terminals:
-            self._terminals[body] = self.add(f"TEXT_{len(self._terminals) + 1}", body)
-        return self._terminals[body]
+        return self.named("TEXT", body, "terminal")
 
     def lazy(self, body: str) -> str:
         """Add a rule that ends at its first match; return its name."""
-        if body not in self._lazy:
-            self._lazy[body] = f"lazy_{len(self._lazy) + 1}"
-            self._lines.append(f"{self._lazy[body]}[lazy]: {body}")
-        return self._lazy[body]
+        return self.named("lazy", body, "[lazy]")
 
-    def named(self, kind: str, body: str) -> str:
+    def named(self, kind: str, body: str, attribute: str = "") -> str:
         """Add a rule with this body; return its name, which begins with ``kind``."""
-        if body not in self._named:
-            self._named[body] = self.add(f"{kind}_{len(self._named) + 1}", body)
-        return self._named[body]
+        if (attribute, body) not in self._shared:
+            name = self._shared[attribute, body] = f"{kind}_{len(self._shared) + 1}"
+            self.add(f"{name}[lazy]" if attribute == "[lazy]" else name, body)
+        return self._shared[attribute, body]
 
     def recursive(self, key: object, body: Callable[[str], str]) -> str:
         """Add a rule that may refer to itself, once per ``key``; return its name. ``body`` gets the name."""

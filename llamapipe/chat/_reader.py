@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, TypeVar
 
 from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
@@ -398,13 +399,8 @@ class AnswerOutput:
 
     def piece(self) -> ChatPiece:
         """Return the output added since ``piece`` was last called."""
-        deltas: list[ToolCallDelta] = []
-        for delta in self._deltas:  # joins the pieces of one call
-            if deltas and deltas[-1].index == delta.index:
-                last = deltas[-1]
-                deltas[-1] = ToolCallDelta(last.index, last.id, last.name, last.arguments + delta.arguments)
-            else:
-                deltas.append(delta)
+        calls = (list(parts) for _, parts in groupby(self._deltas, lambda delta: delta.index))
+        deltas = [replace(parts[0], arguments="".join(part.arguments for part in parts)) for parts in calls]
         piece = ChatPiece("".join(self._content), "".join(self._reasoning), tuple(deltas))
         self._content, self._reasoning, self._deltas = [], [], []
         return piece

@@ -177,16 +177,8 @@ def _rotated(keys: Keys, key: str, default: int) -> int:
 
 
 def _check_sections(keys: Keys, n_key: int) -> None:
-    entry = keys.entries.get(keys.name("rope.dimension_sections"))
-    if entry is None:
-        return
-    if isinstance(entry.value, int):
-        sections = np.full(4, entry.value, np.int64)  # llama.cpp takes one number for all of them
-    elif isinstance(entry.value, Array) and entry.kind == ARRAY and len(entry.value.data):
-        sections = entry.value.data.astype(np.int64)
-    else:
-        return
-    if sections.min() < 0 or sections.sum() > n_key:
+    sections = _sections(keys)
+    if len(sections) and (sections.min() < 0 or sections.sum() > n_key):
         raise Damage(
             f"{keys.name('rope.dimension_sections')} is {sections.tolist()}, heads have {n_key} values"
         )
@@ -252,21 +244,17 @@ def check_shapes(head: Head) -> Shapes:
         n_ctx_train,
         causal is None or bool(causal),
         keys.get("rope.dimension_count", U32),
-        _has_sections(keys),
+        bool((_sections(keys)[:3] > 0).any()),
     )
 
 
-def _has_sections(keys: Keys) -> bool:
-    """Return whether any of the three kinds of positions rotates a value.
-
-    llama.cpp accepts one number for all of them.
-    """
+def _sections(keys: Keys) -> npt.NDArray[np.int64]:
+    """Return how many values each kind of position rotates; empty if the file does not say."""
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
-    if entry is None:
-        return False
-    if isinstance(entry.value, Array):
-        return bool((entry.value.data[:3].astype(np.int64) > 0).any())
-    return isinstance(entry.value, int) and entry.value > 0
+    value = None if entry is None else entry.value
+    if isinstance(value, int):
+        return np.full(4, value, np.int64)  # llama.cpp takes one number for all of them
+    return (value.data if isinstance(value, Array) else np.empty(0)).astype(np.int64)
 
 
 def _check_experts(keys: Keys, head: Head, n_layer: int) -> None:

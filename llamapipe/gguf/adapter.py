@@ -45,16 +45,7 @@ _LATENT: Final = re.compile(r"output\.weight|blk\.\d+\.attn_q\.weight")
 _LATENT_IN: Final = frozenset({"deepseek2", "deepseek2-ocr", "deepseek32", "glm-dsa", "mistral4", "plm"})
 # Those whose graphs compute with most matrices by themselves.
 _IN_PART: Final = frozenset(
-    {
-        "bailingmoe3",
-        "deepseek4",
-        "dots3note",
-        "glm5-next",
-        "granite-switch",
-        "hy_v4",
-        "kimi-k3",
-        "kimi-linear",
-    }
+    "bailingmoe3 deepseek4 dots3note glm5-next granite-switch hy_v4 kimi-k3 kimi-linear".split()
 )
 # In the graphs of these each row of a product with an adapter is one entry of the batch, in its order, or one output.
 # tests/llama/test_row_adapters.py tests each; the sets of others take turns. So do those of recurrent and hybrid

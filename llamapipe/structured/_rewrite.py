@@ -272,14 +272,8 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
         return
     if values and not any(isinstance(name, str) for name in values):
         yield f"json_schema at {pointer}/propertyNames: no listed value is a text, so the object will have no members"
-    if values is not None:
-        allowed = [name for name in values if fits(name)]
-        part["properties"] = {
-            name: properties.get(name, True if name in properties else others) for name in allowed
-        }
-    else:
-        allowed = [name for name in listed if fits(name)]
-        part["properties"] = {name: properties.get(name, others) for name in allowed}
+    allowed = [name for name in (listed if values is None else values) if fits(name)]
+    part["properties"] = {name: properties.get(name, others) for name in allowed}
     for name in listed:
         if name not in allowed:
             part["properties"][name] = False

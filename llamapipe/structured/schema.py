@@ -248,16 +248,7 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (_is_schema, "a schema"),
     ),
     **dict.fromkeys(
-        (
-            "minLength",
-            "maxLength",
-            "minItems",
-            "maxItems",
-            "minProperties",
-            "maxProperties",
-            "minContains",
-            "maxContains",
-        ),
+        (f"{end}{what}" for what in ("Length", "Items", "Properties", "Contains") for end in ("min", "max")),
         (_is_count, "a count"),
     ),
     "dependentSchemas": (_is_schema_map, "an object of schemas"),
@@ -341,8 +332,4 @@ def _no_number(name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return (
-        "null"
-        if value is None
-        else {"list": "an array", "str": "a string"}.get(type(value).__name__, "a number")
-    )
+    return {"null": "null", "array": "an array", "string": "a string"}.get(json_type(value), "a number")

@@ -178,7 +178,7 @@ def _rotated(keys: Keys, key: str, default: int) -> int:
 
 def _check_sections(keys: Keys, n_key: int) -> None:
     sections = _sections(keys)
-    if len(sections) and (sections.min() < 0 or sections.sum() > n_key):
+    if any(not 0 <= n <= n_key for n in sections.tolist()) or sections.sum() > n_key:
         raise Damage(
             f"{keys.name('rope.dimension_sections')} is {sections.tolist()}, heads have {n_key} values"
         )
@@ -253,7 +253,7 @@ def _sections(keys: Keys) -> npt.NDArray[np.int64]:
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
     value = None if entry is None else entry.value
     if isinstance(value, int):
-        return np.full(4, value, np.int64)  # llama.cpp takes one number for all of them
+        return np.full(4, min(value, MAX_U32), np.int64)  # llama.cpp takes one number for all of them
     return (value.data if isinstance(value, Array) else np.empty(0)).astype(np.int64)
 
 

@@ -199,6 +199,8 @@ def test_tensor_type_of_the_future(tmp_path: Path, models: dict[str, bytes]) -> 
         ("spm", _all(_set("llama.rope.dimension_count_swa", 4, 32), _set("llama.attention.sliding_window", 4, 64)),
          "rope.dimension_count_swa is 32, heads have 16 values"),
         ("spm", _set("llama.rope.dimension_sections", ARRAY, [8, 8, 8, 0], 5), "is .8, 8, 8, 0., heads have 16 values"),
+        ("spm", _set("llama.rope.dimension_sections", ARRAY, [2**62] * 4, 10), "heads have 16 values"),
+        ("spm", _set("llama.rope.dimension_sections", 10, 2**63), "heads have 16 values"),
         ("spm", _set("llama.rope.scaling.type", STRING, b"magic"), "is 'magic', llama.cpp knows none, linear"),
         ("spm", _set("llama.rope.freq_base", 6, 0.0), "llama.rope.freq_base is 0.0, it must be positive"),
         ("spm", _set("llama.attention.scale", 6, math.nan), "llama.attention.scale is not a number"),

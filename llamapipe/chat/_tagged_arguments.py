@@ -158,22 +158,23 @@ class TaggedArguments:
         return types
 
     # ---- values
-    def _schema(self, key: str) -> dict[str, Any]:
+    def schema(self, key: str) -> dict[str, Any]:
+        """Return the schema of an argument, listed or not."""
         return self.properties.get(key, self.open_schema)
 
     def is_text(self, key: str) -> bool:
         """Return whether an argument's text is always its value. Such text can be returned as it arrives."""
-        schema = self._schema(key)
+        schema = self.schema(key)
         return choices(schema) is None and self.types(schema) == {"string"}
 
     def may_be_text(self, key: str) -> bool:
         """Return whether every string is a valid argument."""
-        schema = self._schema(key)
+        schema = self.schema(key)
         return choices(schema) is None and "string" in self.types(schema)
 
     def is_json(self, key: str) -> bool:
         """Return whether an argument is an object, an array or another value that is not a string."""
-        schema = self._schema(key)
+        schema = self.schema(key)
         return choices(schema) is None and "string" not in self.types(schema)
 
     def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
@@ -190,7 +191,7 @@ class TaggedArguments:
         inner = text.strip()
         if form.cdata and inner.startswith(CDATA) and inner.endswith(CDATA_END):
             text = inner[len(CDATA) : -len(CDATA_END)]
-        return self._read(self._schema(key), text, is_text)
+        return self._read(self.schema(key), text, is_text)
 
     def _read(self, schema: dict[str, Any], text: str, is_text: bool | None = None) -> Any:
         chosen = choices(schema)
@@ -250,14 +251,11 @@ class TaggedArguments:
             )
         return True
 
-    def typed(self, key: str, value: Any) -> Any:
+    def typed(self, schema: dict[str, Any], value: Any) -> Any:
         """Convert a value that was read in the syntax of the calls to the types of its schema.
 
         Models also quote values other than strings.
         """
-        return self._typed(self._schema(key), value)
-
-    def _typed(self, schema: dict[str, Any], value: Any) -> Any:
         if isinstance(value, str):
             try:
                 return value if "string" in self.types(schema) else self._read(schema, value)
@@ -265,9 +263,9 @@ class TaggedArguments:
                 return value
         if isinstance(value, dict):
             option = self._object_option(schema, value.keys())
-            return {key: self._typed(self._member(option, key), item) for key, item in value.items()}
+            return {key: self.typed(self._member(option, key), item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._typed(self._item(schema, i), item) for i, item in enumerate(value)]
+            return [self.typed(self._item(schema, i), item) for i, item in enumerate(value)]
         return value
 
     def _object_option(self, schema: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -286,11 +284,8 @@ class TaggedArguments:
         first = option.get("prefixItems", [])
         return self.resolved(first[index] if index < len(first) else option.get("items") or {})
 
-    def shaped(self, key: str, value: Any) -> Any:
+    def shaped(self, schema: dict[str, Any], value: Any) -> Any:
         """Convert the text or members of a value in the style NESTED to the value. Raises ValueError."""
-        return self._shaped(self._schema(key), value)
-
-    def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
         for option in self.alternatives(schema):
             for choice in choices(option) or ():
                 if self._node(choice) == value:
@@ -304,8 +299,8 @@ class TaggedArguments:
         option = self._object_option(schema, keys)
         is_array = "array" in self.types(schema) and not _names(option).issuperset(keys)
         if keys == {self.form.item} and (is_array or "any" in self.types(schema)):
-            return [self._shaped(self._item(schema, i), item) for i, (_, item) in enumerate(value)]
-        return {key: self._shaped(self._member(option, key), item) for key, item in value}
+            return [self.shaped(self._item(schema, i), item) for i, (_, item) in enumerate(value)]
+        return {key: self.shaped(self._member(option, key), item) for key, item in value}
 
     def _node(self, value: Any) -> Any:
         """Convert a value to its text or its members in the style NESTED."""

@@ -91,6 +91,7 @@ class CallReader:
         self._roles.setdefault("function", "function")
         self._has_id = any(member.role in ("id", "number") for member in form.members)
         self._end_parts = _parts(form.call_end)
+        self.opening = form.opening
 
     @property
     def openings(self) -> dict[str, str]:
@@ -106,11 +107,6 @@ class CallReader:
             if inner.startswith(("<", "[")) and len(marker) > 1:
                 openings[marker] = inner[len(marker) :]
         return openings
-
-    @property
-    def opening(self) -> str:
-        """All text before the first call."""
-        return self._form.opening
 
     def section(self, buffer: TextBuffer, opening: str, is_whole: bool = True) -> Reading[None]:
         """Read the rest of the opening after the trigger, calls, and the end of their section.
@@ -309,7 +305,7 @@ class CallReader:
                 self._output.more('"')
             else:
                 value = yield from python_value(buffer) if is_python else quoted_value(buffer, quote)
-                self._value(key, arguments.typed(key, value), keys)
+                self._value(key, arguments.typed(arguments.schema(key), value), keys)
             yield from next_item(buffer, end)
 
     def _show(self, text: str) -> None:
@@ -346,7 +342,7 @@ class CallReader:
         else:
             value = yield from nested_value(form, buffer)
             try:
-                argument = arguments.shaped(key, value)
+                argument = arguments.shaped(arguments.schema(key), value)
             except ValueError:
                 raise Malformed from None
             self._value(key, argument, keys)

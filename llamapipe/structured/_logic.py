@@ -584,7 +584,7 @@ class _Rewriter:
     def _overlaps(self, options: list[Any], around: tuple[Any, ...]) -> list[tuple[int, int]] | None:
         """Return the pairs of schemas that may allow the same value; None if there are too many schemas."""
         pairs = []
-        values = [self._values_alone(option) for option in options]
+        values = [_values(option) if isinstance(option, dict) else None for option in options]
         seen: dict[str, int] = {}
         for i, listed in enumerate(values):
             for value in listed or ():
@@ -601,14 +601,6 @@ class _Rewriter:
                     if not self._are_disjoint((options[j],), inside):
                         pairs.append((min(i, j), max(i, j)))
         return list(dict.fromkeys(pairs))
-
-    def _values_alone(self, node: Any) -> list[Any] | None:
-        if not isinstance(node, dict):
-            return None
-        if isinstance(node.get("enum"), list):
-            values: list[Any] = node["enum"]
-            return values
-        return [node["const"]] if "const" in node else None
 
     # ---- denied schemas
     def _denied(self, node: Any, within: tuple[Any, ...]) -> Denial:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _MOST_CHARACTERS = 100  # a longer word is unknown
 _N_CACHED = 2**14
@@ -38,8 +38,8 @@ class WordPiece:
         self._longest = max(map(len, pieces), default=0)
         self._unknown = unknown
         self._lowercase, self._strips = lowercase, strip_accents
-        self._spaced = _Spaced()
-        self._split = _Split(strip_accents)
+        self._spaced = _Replacements(_spaced)
+        self._split = _Replacements(lambda character: _split(character, strip_accents))
         self._words: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
@@ -84,38 +84,33 @@ class WordPiece:
         return tuple(tokens)
 
 
-class _Spaced(dict[int, "str | None"]):
-    """For ``str.translate``: removes control characters, unifies spaces, makes Chinese characters words."""
+class _Replacements(dict[int, "str | None"]):
+    """For ``str.translate``: what replaces each character, as ``replace`` tells it once."""
 
-    def __missing__(self, code: int) -> str | None:
-        character = chr(code)
-        replacement: str | None = character
-        if character in "\t\n\r":
-            replacement = " "
-        elif code in (0, 0xFFFD) or unicodedata.category(character) in ("Cc", "Cf", "Co"):
-            replacement = None
-        elif character.isspace():
-            replacement = " "
-        elif any(low <= code <= high for low, high in _CHINESE):
-            replacement = f" {character} "
-        self[code] = replacement
-        return replacement
-
-
-class _Split(dict[int, "str | None"]):
-    """For ``str.translate``: removes nonspacing marks, if wanted, and makes punctuation words."""
-
-    def __init__(self, strips: bool) -> None:
+    def __init__(self, replace: Callable[[str], str | None]) -> None:
         super().__init__()
-        self._strips = strips
+        self._replace = replace
 
     def __missing__(self, code: int) -> str | None:
-        character = chr(code)
-        replacement: str | None = character
-        category = unicodedata.category(character)
-        if category == "Mn" and self._strips:
-            replacement = None
-        elif category[0] == "P" or character in string.punctuation:
-            replacement = f" {character} "
-        self[code] = replacement
+        self[code] = replacement = self._replace(chr(code))
         return replacement
+
+
+def _spaced(character: str) -> str | None:
+    """Remove control characters, unify spaces, make Chinese characters words."""
+    if character in "\t\n\r":
+        return " "
+    if character in "\0\ufffd" or unicodedata.category(character) in ("Cc", "Cf", "Co"):
+        return None
+    if character.isspace():
+        return " "
+    is_chinese = any(low <= ord(character) <= high for low, high in _CHINESE)
+    return f" {character} " if is_chinese else character
+
+
+def _split(character: str, strips: bool) -> str | None:
+    """Remove nonspacing marks, if wanted, and make punctuation words."""
+    category = unicodedata.category(character)
+    if category == "Mn" and strips:
+        return None
+    return f" {character} " if category[0] == "P" or character in string.punctuation else character

@@ -15,6 +15,7 @@ from llamapipe.chat._call_format import (
     CONTENT,
     KNOWN_REASONING,
     MAX_MARKER,
+    TOOL,
     USER,
     CallFormat,
     ReasoningMarkers,
@@ -176,7 +177,7 @@ class MarkerProbe:
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
                 if calls:
                     message |= {"content": "", "tool_calls": [_CALL]}
-                text = self._probe.rendered([USER, message], prompt=False, with_tool=calls)
+                text = self._probe.rendered([USER, message], prompt=False, tools=[TOOL] if calls else None)
                 before, reasoning, after = text.rpartition(_REASONING)
                 between, then, _ = after.partition(_NAME if calls else CONTENT)
                 if reasoning and then:

@@ -30,17 +30,8 @@ def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rule
     writer = _ArgumentWriter(arguments, literals, rules)
     style = arguments.form.style
     join = f'"," {SPACES}' if style in (Style.PYTHON, Style.QUOTED) else ""
-    if arguments.is_open:
-        member = writer.member(None, arguments.open_schema)
-        members = f"({member} ({join} {member})*)?" if join else f"({member})*"
-    else:
-        members = rules.in_any_order(
-            [
-                (name in arguments.required, writer.member(name, schema))
-                for name, schema in arguments.properties.items()
-            ],
-            join,
-        )
+    others = arguments.open_schema if arguments.is_open else None
+    members = writer.members(arguments.properties, arguments.required, others, join)
     if not join:
         return members
     start, end = ("(", ")") if style is Style.PYTHON else ("{", "}")
@@ -53,6 +44,22 @@ class _ArgumentWriter:
         self._form = arguments.form
         self._literals = literals
         self._rules = rules
+
+    def members(
+        self,
+        properties: dict[str, dict[str, Any]],
+        required: set[str],
+        others: dict[str, Any] | None,
+        join: str,
+    ) -> str:
+        """Write listed members in any order; if there are none, any number of ``others``, unless it is None."""
+        if properties:
+            members = [(name in required, self.member(name, schema)) for name, schema in properties.items()]
+            return self._rules.in_any_order(members, join)
+        if others is None:
+            return ""
+        member = self.member(None, others)
+        return f"({member} ({join} {member})*)?" if join else f"({member})*"
 
     def member(self, name: str | None, schema: dict[str, Any]) -> str:
         """Write an argument, or a member of an object. If ``name`` is None, any name is allowed."""
@@ -241,19 +248,13 @@ class _ArgumentWriter:
         if nested and not form.item:
             return json_value(arguments.with_shared({**schema, "type": "object"}))
         join = "" if nested else f'"," {SPACES}'
-        properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-        if properties:
-            members = [
-                (name in required, self.member(name, arguments.resolved(member_schema)))
-                for name, member_schema in properties.items()
-            ]
-            inner = self._rules.in_any_order(members, join)
-        elif schema.get("additionalProperties") is False:
-            inner = ""
-        else:
-            others = schema.get("additionalProperties", True)
-            member = self.member(None, arguments.resolved(others))
-            inner = f"({member} ({join} {member})*)?" if join else f"({member})*"
+        others = schema.get("additionalProperties", True)
+        inner = self.members(
+            {name: arguments.resolved(member) for name, member in schema.get("properties", {}).items()},
+            set(schema.get("required", ())),
+            None if others is False or schema.get("properties") else arguments.resolved(others),
+            join,
+        )
         return inner or NOTHING if nested else f'"{{" {inner} "}}"'
 
     def _any(self) -> str:

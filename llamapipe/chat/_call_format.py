@@ -275,7 +275,7 @@ _TYPED = {
 }
 _HARD = 'qx<&>"qx\nqx'  # characters with a meaning in XML or JSON
 USER = {"role": "user", "content": "Qxquestionqx."}
-_TOOL = {
+TOOL = {
     "type": "function",
     "function": {
         "name": "qxtool",
@@ -316,37 +316,26 @@ class TemplateProbe:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        plain = self._rendered([USER, {"role": "assistant", "content": CONTENT}], prompt=False)
-        self._head, _, tail = (plain or "").rpartition(CONTENT)
+        plain = self.rendered([USER, {"role": "assistant", "content": CONTENT}], prompt=False)
+        self._head, _, tail = plain.rpartition(CONTENT)
         self._turn_end = tail.strip()
-        self.prompt = self._rendered([USER], prompt=True) or ""
-        user = self._rendered([USER], prompt=False) or ""
+        self.prompt = self.rendered([USER], prompt=True)
+        user = self.rendered([USER], prompt=False)
         self._user_end = user.rpartition(USER["content"])[2].strip()
-
-    def _rendered(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-        switches: Mapping[str, Any] | None = None,
-    ) -> str | None:
-        try:
-            return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
-        except Exception:  # a template may refuse in any way: its own error, or one of jinja2
-            return None
 
     def rendered(
         self,
         messages: list[dict[str, Any]],
         *,
         prompt: bool,
-        with_tool: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         switches: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation, optionally with a tool; return an empty text if the template refuses it."""
-        tools = [_TOOL] if with_tool else None
-        return self._rendered(messages, prompt=prompt, tools=tools, switches=switches) or ""
+        """Render a conversation; return an empty text if the template refuses it."""
+        try:
+            return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
+        except Exception:  # a template may refuse in any way: its own error, or one of jinja2
+            return ""
 
     # ---- tool calls
     @cached_property
@@ -356,7 +345,7 @@ class TemplateProbe:
 
     @cached_property
     def _prompt_with_tools(self) -> str:
-        return self._rendered([USER], prompt=True, tools=[_TOOL]) or ""
+        return self.rendered([USER], prompt=True, tools=[TOOL])
 
     def calls(self, n: int) -> str | None:
         """Return the assistant's text with ``n`` calls and no content; None if the template shows none."""
@@ -390,7 +379,7 @@ class TemplateProbe:
         prompt; otherwise, omit the text that also precedes a plain answer.
         """
         call_arguments = json.dumps(arguments) if form.as_text else arguments
-        tools = [_defined(name, arguments) for name in _NAMES] if form.is_listed else [_TOOL]
+        tools = [_defined(name, arguments) for name in _NAMES] if form.is_listed else [TOOL]
 
         def message(first: int, end: int) -> dict[str, Any]:
             calls = [
@@ -403,15 +392,15 @@ class TemplateProbe:
         if later:
             result = {"role": "tool", "tool_call_id": _IDS[2], "name": _NAMES[2], "content": "Qxresultqx."}
             before += [message(2, 3), result]
-        text = self._rendered([*before, message(0, n)], prompt=False, tools=tools)
+        text = self.rendered([*before, message(0, n)], prompt=False, tools=tools)
         content_only = {"role": "assistant", "content": CONTENT}
-        head = self._rendered([*before, content_only], prompt=False, tools=tools)
+        head = self.rendered([*before, content_only], prompt=False, tools=tools)
         needed = [*_NAMES[:n], *(value for value in arguments.values() if isinstance(value, str))]
-        if text is None or any(part not in text for part in needed if part != _HARD):
+        if any(part not in text for part in needed if part != _HARD):
             return None
         head, _, tail = (head or self._head + CONTENT + self._turn_end).rpartition(CONTENT)
         if prompted:
-            head, tail = self._rendered(before, prompt=True, tools=tools) or "", ""
+            head, tail = self.rendered(before, prompt=True, tools=tools), ""
         text = text[len(common_start(text, head)) :]
         text = self._without_header(text)
         empty = common_start(text, tail)  # the end of an empty message text

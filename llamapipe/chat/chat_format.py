@@ -71,19 +71,9 @@ class ChatFormat:
         with template arguments contradict it: with documents, for example, templates show less than in a plain chat.
         """
         probe = TemplateProbe(render)
-        if usual is not None:
-            return cls._with_arguments(probe, special_id, is_eog, usual)
-        return cls._of(probe, special_id, is_eog)
-
-    @classmethod
-    def _with_arguments(
-        cls,
-        probe: TemplateProbe,
-        special_id: SpecialId,
-        is_eog: Callable[[int], bool] | None,
-        usual: ChatFormat,
-    ) -> ChatFormat:
         chat_format = cls._of(probe, special_id, is_eog)
+        if usual is None:
+            return chat_format
         if chat_format._harmony or usual._harmony:
             return usual if usual._harmony else chat_format
         calls = chat_format.calls

@@ -24,7 +24,6 @@ from llamapipe.gguf._shapes import Shapes, check_shapes
 from llamapipe.gguf._vocab import check_vocabulary
 from llamapipe.gguf.names import part_name, read_name
 from llamapipe.gguf.reader import (
-    ARRAY,
     BOOL,
     F32,
     F64,
@@ -277,18 +276,18 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
         stored = value
         if kind in (F32, F64) and isinstance(value, int) and not isinstance(value, bool):
             stored = float(value)
-        low, high = INTEGER_RANGES.get(kind, (0, 0))
-        fits = {BOOL: isinstance(stored, bool), STRING: isinstance(stored, str)}.get(kind)
-        if fits is None:
-            fits = (
-                isinstance(stored, float)
-                if kind in (F32, F64)
-                else type(stored) is int and low <= stored <= high
-            )
-        if not fits or kind == ARRAY:
+        if kind in _PYTHON_TYPES:
+            fits = isinstance(stored, _PYTHON_TYPES[kind])
+        else:
+            low, high = INTEGER_RANGES.get(kind, (1, 0))  # an array has none
+            fits = type(stored) is int and low <= stored <= high
+        if not fits:
             raise Damage(f"kv_overrides has {value!r} for {key}, which is of type {TYPE_NAMES[kind]}")
         replacements[key] = Entry(kind, stored.encode() if isinstance(stored, str) else stored)
     return replacements
+
+
+_PYTHON_TYPES: Final = {BOOL: bool, STRING: str, F32: float, F64: float}
 
 
 def _kind_of(value: bool | int | float | str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from llamapipe._messages import quoted
 from llamapipe.arguments import check_float, check_int, path_of
-from llamapipe.llama.adapter import AnyAdapter
 from llamapipe.params import SamplingParams
 from llamapipe.structured.schema import closed_objects
 
@@ -122,29 +121,20 @@ def sampling_params(
     last_n: int,
     end: int | None,
     temperature: float = 0.8,
-    top_p: float = 0.95,
     top_k: int = 40,
-    min_p: float = 0.05,
-    typical_p: float = 1.0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    repeat_penalty: float = 1.0,
     tfs_z: float = 1.0,
     mirostat_mode: int = 0,
-    mirostat_tau: float = 5.0,
-    mirostat_eta: float = 0.1,
     penalize_nl: bool = True,
-    stop: str | Sequence[str] | None = (),
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
     json_schema: Any = None,
     grammar: LlamaGrammar | None = None,
     logit_bias: Mapping[Any, float] | None = None,
     logits_processor: LogitsProcessor | None = None,
     stopping_criteria: StoppingCriteria | None = None,
-    adapter: Mapping[str | AnyAdapter, float] | None = None,
+    **options: Any,
 ) -> SamplingParams:
     """Return the params of a call. ``last_n``: tokens that penalties look at; ``end``: ends generation.
+
+    ``options``: those with the names and defaults of ``SamplingParams``.
 
     Raises TypeError and ValueError as ``SamplingParams`` does, and ValueError for features that llama.cpp no longer
     has.
@@ -175,26 +165,15 @@ def sampling_params(
             raise ValueError(f"stopping_criteria cannot be used with {reason}")
         values["logits_processors"] = [_as_ours(logits_processor, stopping_criteria, end)]
     return SamplingParams(
-        adapter=adapter,
         max_tokens=max_tokens,
         seed=seed,
         repeat_last_n=last_n,
         temperature=max(temperature, 0.0) if temperature >= 0 else 1.0,
-        top_p=top_p,
         top_k=max(check_int("top_k", top_k, -(2**31), 2**31 - 1), 0),
-        min_p=min_p,
-        typical_p=typical_p,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        repeat_penalty=repeat_penalty,
         mirostat=mirostat_mode,
-        mirostat_tau=mirostat_tau,
-        mirostat_eta=mirostat_eta,
-        stop=stop,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
         logit_bias=None if logit_bias is None else {int(k): float(v) for k, v in logit_bias.items()},
         **values,
+        **options,
     )
 
 

@@ -14,21 +14,9 @@ from llamapipe.params import HasJsonSchema, SamplingParams
 from llamapipe.results import ChatChoice, TimeHistogram, Timings, TokenLogprob, TopLogprob
 
 __all__ = [
-    "ChatChoice",
-    "HasJsonSchema",
-    "Observation",
-    "ObservedRequest",
-    "Prompt",
-    "RequestObserver",
-    "ResponseFormat",
-    "TimeHistogram",
-    "Timings",
-    "TokenIds",
-    "TokenLogprob",
-    "ToolCallDelta",
-    "ToolDefinition",
-    "TopLogprob",
-]
+    "ChatChoice", "HasJsonSchema", "Observation", "ObservedRequest", "Prompt", "RequestObserver", "ResponseFormat",
+    "TimeHistogram", "Timings", "TokenIds", "TokenLogprob", "ToolCallDelta", "ToolDefinition", "TopLogprob",
+]  # fmt: skip
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Prompt: TypeAlias = str | TokenIds
 ResponseFormat: TypeAlias = Mapping[str, object] | str | bool | HasJsonSchema

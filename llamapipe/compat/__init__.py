@@ -22,19 +22,10 @@ from llamapipe.compat.tokenizer import LlamaTokenizer
 __version__ = "0.3.36"  # of llama-cpp-python: the version whose names these are
 
 __all__ = [
-    "Llama",
-    "LlamaCache",
-    "LlamaDiskCache",
-    "LlamaGrammar",
-    "LlamaRAMCache",
-    "LlamaState",
-    "LlamaTokenizer",
-    "LogitsProcessor",
-    "LogitsProcessorList",
-    "MinTokensLogitsProcessor",
-    "StoppingCriteria",
+    "Llama", "LlamaCache", "LlamaDiskCache", "LlamaGrammar", "LlamaRAMCache", "LlamaState", "LlamaTokenizer",
+    "LogitsProcessor", "LogitsProcessorList", "MinTokensLogitsProcessor", "StoppingCriteria",
     "StoppingCriteriaList",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> int:

@@ -40,21 +40,11 @@ _WITHOUT_EFFECT: Final[dict[str, dict[str, tuple[object, ...]]]] = {
 _READ: Final = {
     "sampling_options": {*_SAMPLING, "seed", "guided_decoding"},
     "stop_conditions": {
-        "max_tokens",
-        "min_tokens",
-        "ignore_eos",
-        "stop",
-        "stop_token_ids",
-        "stop_token_ids_hidden",
+        "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "stop_token_ids_hidden",
     },
     # All but logprobs concern how the frontend writes tokens.
-    "output_options": {
-        "logprobs",
-        "skip_special_tokens",
-        "formatted_prompt",
-        "return_tokens_as_token_ids",
-    },
-}
+    "output_options": {"logprobs", "skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"},
+}  # fmt: skip
 # Parts of a request that only other kinds of workers can serve.
 _OTHER_WORKERS: Final = {
     "prefill_result": "disaggregated serving",

@@ -30,14 +30,8 @@ if TYPE_CHECKING:
 _FORWARDED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"user-agent")
 # Of this process, or of the connection.
 _NOT_RETURNED = (
-    b"connection",
-    b"keep-alive",
-    b"transfer-encoding",
-    b"date",
-    b"server",
-    b"x-request-id",
-    b"x-llamapipe-worker",
-)
+    b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id", b"x-llamapipe-worker",
+)  # fmt: skip
 _UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _STREAM_HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED)
 _LINES_HEAD = ((b"content-type", b"application/x-ndjson"), *_UNBUFFERED)

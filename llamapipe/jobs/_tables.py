@@ -15,22 +15,9 @@ _NUMBERS: Final = ("index", "seed", "n_prompt_tokens", "n_completion_tokens", "s
 # The columns of a table of results, in their order. Other columns are those that the job kept, after `custom_id`.
 # Values that are not texts or numbers are written as JSON.
 _COLUMNS: Final = (
-    "index",
-    "id",
-    "custom_id",
-    "text",
-    "texts",
-    "reasoning",
-    "tool_calls",
-    "logprobs",
-    "finish_reason",
-    "seed",
-    "n_prompt_tokens",
-    "n_completion_tokens",
-    "status_code",
-    "response",
-    "error",
-)
+    "index", "id", "custom_id", "text", "texts", "reasoning", "tool_calls", "logprobs", "finish_reason", "seed",
+    "n_prompt_tokens", "n_completion_tokens", "status_code", "response", "error",
+)  # fmt: skip
 _N_NAMES: Final = 3  # of them name the record
 _PLAIN: Final = (str, int, float)  # bools, too
 _EXACT: Final = 2**53  # a float holds all integers up to this one

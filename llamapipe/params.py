@@ -332,10 +332,6 @@ def _tokens(name: str, value: Any, *_: float) -> tuple[int, ...]:
     return tuple(check_int(f"a token id of {name}", value, 0, _INT32_MAX) for value in values)
 
 
-def _flag(name: str, value: object, *_: float) -> bool:
-    return check_flag(name, value)
-
-
 def _biases(logit_bias: dict[Any, Any]) -> dict[int, float]:
     tokens, values = _tokens("logit_bias", list(logit_bias)), list(logit_bias.values())
     if not (
@@ -360,7 +356,7 @@ def _bias(name: str, value: Any) -> float:
 _CHECK_OF: dict[Kind, Callable[[str, Any, Any, Any], object]] = {
     Kind.INT: check_int,
     Kind.FLOAT: check_float,
-    Kind.FLAG: _flag,
+    Kind.FLAG: lambda name, value, *_: check_flag(name, value),
     Kind.TEXTS: _strings,
     Kind.TEXT_LIST: _text_list,
     Kind.TOKENS: _tokens,

@@ -8,15 +8,13 @@ import unicodedata
 from collections.abc import Mapping
 from typing import TextIO
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _ASCII = {
     "│": "|",
     "─": "-",
-    "●": "*",
     "✓": "+",
     "■": "x",
     "…": "...",
-    "×": "x",
     "█": "#",
     "░": ".",
     "·": "-",
@@ -53,7 +51,7 @@ class Terminal:
         return shutil.get_terminal_size((100, 24)).lines
 
     def style(self, text: str, *names: str) -> str:
-        """Return `text` in the named styles (bold, dim and six colours), or plain if colours are off."""
+        """Return `text` in the named styles (bold, dim and four colours), or plain if colours are off."""
         if not self.colours or not names or not text:
             return text
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"

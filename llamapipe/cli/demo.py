@@ -321,10 +321,6 @@ class Board:
         for column in range(len(self._titles)):
             self._print_to(column, len(self._texts[column]))
 
-    def text(self, column: int) -> str:
-        """Return the whole text of a column."""
-        return self._texts[column]
-
     def add(self, column: int, text: str) -> None:
         """Append to a column; shown by the next `draw`."""
         self._texts[column] += text
@@ -370,11 +366,7 @@ class Board:
         """Return the last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
         text = self._terminal.text(text).expandtabs(4)
         lines = [line for part in text.split("\n") for line in textwrap.wrap(part, self._width) or [""]]
-        return (
-            (lines + [""] * self._n_lines)[: self._n_lines]
-            if len(lines) <= self._n_lines
-            else lines[-self._n_lines :]
-        )
+        return lines[-self._n_lines :] + [""] * (self._n_lines - len(lines))
 
     def _print_to(self, column: int, end: int) -> None:
         """Write the column's text up to `end` as labelled lines."""

@@ -479,9 +479,10 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
     from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.fleet.budget import Budget
     from llamapipe.fleet.command import command_with
-    from llamapipe.fleet.front import run_front
+    from llamapipe.fleet.front import FrontServer
     from llamapipe.fleet.placement import Placement, free_gpu_memory
     from llamapipe.fleet.pool import Pool
+    from llamapipe.server.run import host_of
 
     for option, value in (
         ("-m", args.model),
@@ -548,7 +549,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
         first = entries[0].name if entries else "NAME"
         announce(settings, sock, first, True, 0, None, *more, n_models=len(entries))
-        run_front(pool, sock, settings, again, more)
+        FrontServer(settings, pool, again, host_of(sock)).run_program([sock, *more])
     return 0
 
 

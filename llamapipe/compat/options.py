@@ -58,6 +58,10 @@ _INTEGERS: Final = {
     "type_k": (-_INT32_MAX, _INT32_MAX),
     "type_v": (-_INT32_MAX, _INT32_MAX),
 }
+# The arguments that ``Model`` has, too.
+_OF_MODEL: Final = (
+    "n_gpu_layers", "main_gpu", "tensor_split", "vocab_only", "use_mmap", "use_mlock", "kv_overrides",
+)  # fmt: skip
 # Cells that requests which run together share, if one request may have fewer.
 _SHARED_CELLS: Final = 8192
 
@@ -132,16 +136,8 @@ def pooling(number: int, metadata: dict[str, str]) -> str:
 
 def model_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Model`` other than its path and template. Raises ValueError."""
-    return {
-        "n_gpu_layers": values["n_gpu_layers"],
-        "split_mode": _named("split_mode", SPLIT_MODES, values["split_mode"]),
-        "main_gpu": values["main_gpu"],
-        "tensor_split": values["tensor_split"],
-        "vocab_only": values["vocab_only"],
-        "use_mmap": values["use_mmap"],
-        "use_mlock": values["use_mlock"],
-        "kv_overrides": values["kv_overrides"],
-    }
+    options = {name: values[name] for name in _OF_MODEL}
+    return options | {"split_mode": _named("split_mode", SPLIT_MODES, values["split_mode"])}
 
 
 def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from llamapipe.server.json_bytes import event
 from llamapipe.server.mcp_file import entries_of
 from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
 from llamapipe.server.ollama import kept_s
-from llamapipe.server.run import HttpServer, host_of
+from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.transcriptions import form_model
 from llamapipe.work.long_work import LongWork
@@ -355,7 +355,11 @@ class Front(Gate):
 
 
 class FrontServer(HttpServer):
-    """Serves the models of a pool, and ends their processes when it shuts down."""
+    """Serves the models of a pool, and ends their processes when it shuts down.
+
+    ``entries``: called in another thread for the new list of models, on SIGHUP or ``/models?reload=1``. It raises
+    OSError or ValueError to leave the models unchanged.
+    """
 
     def __init__(
         self,
@@ -404,18 +408,3 @@ class FrontServer(HttpServer):
             self.pool.cancel()
         await self.pool.close()
         self.front.close()
-
-
-def run_front(
-    pool: Pool,
-    sock: socket.socket,
-    settings: ServerSettings,
-    entries: Callable[[], Sequence[ModelEntry]],
-    more_sockets: Sequence[socket.socket] = (),
-) -> None:
-    """Serve several models on a socket until SIGTERM or Ctrl-C. For the main thread.
-
-    ``entries``: called in another thread for the new list of models, on SIGHUP or ``/models?reload=1``. It raises
-    OSError or ValueError to leave the models unchanged.
-    """
-    FrontServer(settings, pool, entries, host_of(sock)).run_program([sock, *more_sockets])

@@ -48,7 +48,6 @@ _PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: 
 _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"
 _AT_START = "the model is chosen when the server starts, with -m"
 _N_CTX = "leave it out: --n-ctx sets it when the server starts"
-_OURS = "use /model_info"
 _OLLAMA = "start the server with --ollama"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.

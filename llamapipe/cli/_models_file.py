@@ -12,7 +12,6 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -218,7 +217,7 @@ async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
 
     ``has_gpus``: there are GPUs with dedicated memory.
     """
-    return await asyncio.to_thread(partial(read_facts, common, entry, has_gpus))
+    return await asyncio.to_thread(read_facts, common, entry, has_gpus)
 
 
 def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:

@@ -78,7 +78,7 @@ class Terminal:
         self._stream.flush()
 
     def redraw(self, text: str = "") -> None:
-        """Write over the current line, without an end, if the terminal can; else do nothing."""
+        """Replace the current line, if the terminal can; else do nothing."""
         if self.redraws:
             self.write(f"\r\x1b[2K{text}")
 

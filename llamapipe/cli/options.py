@@ -246,7 +246,7 @@ _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def for_commands(*options: Option) -> list[Option]:
-    """Return the options that commands have."""
+    """Return those of the options that commands have."""
     return [option for option in options if option.metavar is not None]
 
 

@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 @contextmanager
 def usage_errors(where: str = "") -> Iterator[None]:
-    """Make UsageError of TypeError and ValueError, but not of llamapipe's own errors. ``where``: precedes messages."""
+    """Turn TypeError and ValueError, except llamapipe's own, into UsageError. ``where``: precedes the message."""
     try:
         yield
     except lp.errors.LlamapipeError:

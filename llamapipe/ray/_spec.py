@@ -48,7 +48,7 @@ def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
 
 
 def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, int]:
-    """Return the least and the most of a number, or of a pair. Raises TypeError, ValueError."""
+    """Return the least and the most: of a pair, or both the same number. Raises TypeError, ValueError."""
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} is {value}; give a number, or the least and the most")
@@ -60,7 +60,7 @@ def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, in
 
 
 def reserved(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
-    """Return what Ray reserves for an actor, as its options. Raises TypeError, ValueError."""
+    """Return Ray's options for what it reserves for an actor. Raises TypeError, ValueError."""
     values = (("num_cpus", num_cpus, 4096.0), ("num_gpus", num_gpus, 1024.0))
     return {name: check_float(name, n, 0.0, most) for name, n, most in values if n is not None}
 

@@ -31,23 +31,12 @@ _SCORES = (
 _GUESSES = (
     "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
 )
-_LOW_LEVEL = "llama.cpp's own functions are not here: use llamapipe.Pipeline, which computes batches"
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
-_PROMPT = "pass the prompt as an argument, without an option"
-_HUB = "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"
 _ALWAYS_ON = "it is always on; leave the option out"
-_POLLED = "/metrics and /model_info are always on; leave the option out"
-_TLS = "the server speaks plain HTTP; use a proxy for TLS"
-_CHAT = "use llamapipe chat"
-_DEVICES = "only Python has it: lp.Model(path, devices=[...])"
-_SPLIT_MODE = "only Python has it: lp.Model(path, split_mode=...)"
-_TENSOR_SPLIT = "only Python has it: lp.Model(path, tensor_split=[...])"
-_MAIN_GPU = "only Python has it: lp.Model(path, main_gpu=N)"
 _PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: device})) places tensors"
 _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"
 _AT_START = "the model is chosen when the server starts, with -m"
-_N_CTX = "leave it out: --n-ctx sets it when the server starts"
 _OLLAMA = "start the server with --ollama"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
@@ -71,24 +60,19 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "_scores": _SCORES,
         "_ctx": "there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline",
         "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
-        "context_params": _NO_STRUCT,
-        "model_params": _NO_STRUCT,
+        **dict.fromkeys(("context_params", "model_params"), _NO_STRUCT),
         # Arguments of the constructor in versions that others maintain.
-        "override_tensor": _PLACEMENT,
-        "tensor_buft_overrides": _PLACEMENT,
-        "n_cpu_moe": _CPU_MOE,
-        "cpu_moe": _CPU_MOE,
+        **dict.fromkeys(("override_tensor", "tensor_buft_overrides"), _PLACEMENT),
+        **dict.fromkeys(("n_cpu_moe", "cpu_moe"), _CPU_MOE),
     },
     "LlamaState": {"scores": _SCORES},
     # Names and modules of llama_cpp.
     "llama_cpp": {
-        "LlamaPromptLookupDecoding": _GUESSES,
-        "LlamaDraftModel": _GUESSES,
-        "llama_speculative": _GUESSES,
+        **dict.fromkeys(("LlamaPromptLookupDecoding", "LlamaDraftModel", "llama_speculative"), _GUESSES),
         "llama_types": "messages and answers are plain dicts: annotate them with dict[str, Any]",
         "llama_chat_format": "the model's own template formats chats; Llama(chat_format=…) names another one, and "
         "Llama(chat_template=FILE) gives one",
-        "llama_cpp": _LOW_LEVEL,
+        "llama_cpp": "llama.cpp's own functions are not here: use llamapipe.Pipeline, which computes batches",
     },
     "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
     # Options of llama.cpp's programs, then of vLLM.
@@ -107,20 +91,15 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--grammar-file": ("--grammar @FILE",),
         "--json-schema-file": ("--json-schema @FILE",),
         "--chat-template-file": ("--chat-template",),
-        "--system-prompt": ("--system",),
-        "-sys": ("--system",),
+        **dict.fromkeys(("--system-prompt", "-sys"), ("--system",)),
         "--api-key": ("--api-key-file",),
         "-to": ("--timeout",),
-        "--no-webui": ("--no-page",),
-        "--no-ui": ("--no-page",),
+        **dict.fromkeys(("--no-webui", "--no-ui"), ("--no-page",)),
         "--context-shift": ("--overflow shift",),
-        "--kv-unified": ("--n-cells",),
-        "-kvu": ("--n-cells",),
-        "--cache-ram": ("--cache-bytes",),
-        "-cram": ("--cache-bytes",),
-        "--rerank": ("--embeddings",),
+        **dict.fromkeys(("--kv-unified", "-kvu"), ("--n-cells",)),
+        **dict.fromkeys(("--cache-ram", "-cram"), ("--cache-bytes",)),
+        **dict.fromkeys(("--rerank", "--reranking"), ("--embeddings",)),
         "--spm-infill": ("--fim-order",),
-        "--reranking": ("--embeddings",),
         "-rpc": ("--rpc",),
         "--max-model-len": ("--n-ctx",),
         "--max-num-seqs": ("--n-seq-max",),
@@ -128,37 +107,21 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--served-model-name": ("--alias",),
         "--data-parallel-size": ("--workers",),
         "--allowed-origins": ("--cors",),
-        "-hf": _HUB,
-        "-hfr": _HUB,
-        "--hf-repo": _HUB,
-        "-p": _PROMPT,
-        "--prompt": _PROMPT,
-        "-fa": _FLASH_ATTENTION,
-        "--flash-attn": _FLASH_ATTENTION,
-        "--jinja": _ALWAYS_ON,
-        "-cb": _ALWAYS_ON,
-        "--cont-batching": _ALWAYS_ON,
-        "--metrics": _ALWAYS_ON,
-        "--slots": _POLLED,
-        "--props": _POLLED,
-        "--ssl-key-file": _TLS,
-        "--ssl-cert-file": _TLS,
-        "-cnv": _CHAT,
-        "--conversation": _CHAT,
-        "-i": _CHAT,
-        "--interactive": _CHAT,
+        **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"),
+        **dict.fromkeys(("-p", "--prompt"), "pass the prompt as an argument, without an option"),
+        **dict.fromkeys(("-fa", "--flash-attn"), _FLASH_ATTENTION),
+        **dict.fromkeys(("--jinja", "-cb", "--cont-batching", "--metrics"), _ALWAYS_ON),
+        **dict.fromkeys(("--slots", "--props"), "/metrics and /model_info are always on; leave the option out"),
+        **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "the server speaks plain HTTP; use a proxy for TLS"),
+        **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use llamapipe chat"),
         "--models-dir": "use --models DIR",
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
         "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
-        "--device": _DEVICES,
-        "-dev": _DEVICES,
-        "--split-mode": _SPLIT_MODE,
-        "-sm": _SPLIT_MODE,
-        "--tensor-split": _TENSOR_SPLIT,
-        "-ts": _TENSOR_SPLIT,
-        "--main-gpu": _MAIN_GPU,
-        "-mg": _MAIN_GPU,
+        **dict.fromkeys(("--device", "-dev"), "only Python has it: lp.Model(path, devices=[...])"),
+        **dict.fromkeys(("--split-mode", "-sm"), "only Python has it: lp.Model(path, split_mode=...)"),
+        **dict.fromkeys(("--tensor-split", "-ts"), "only Python has it: lp.Model(path, tensor_split=[...])"),
+        **dict.fromkeys(("--main-gpu", "-mg"), "only Python has it: lp.Model(path, main_gpu=N)"),
     },
     # Where a command's option has another meaning than the same one of other commands.
     "bench": {"-p": "use --prompt-tokens"},
@@ -191,19 +154,15 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/v1": "clients have it as their base URL; /v1/models lists the models",
         "/api/chat": f"{_OLLAMA}; or use /v1/chat/completions",
         "/api/generate": f"{_OLLAMA}; or use /v1/completions",
-        "/api/embed": f"{_OLLAMA}; or use /v1/embeddings",
-        "/api/embeddings": f"{_OLLAMA}; or use /v1/embeddings",
+        **dict.fromkeys(("/api/embed", "/api/embeddings"), f"{_OLLAMA}; or use /v1/embeddings"),
         "/api/tags": f"{_OLLAMA}; or use /v1/models",
-        "/api/ps": f"{_OLLAMA}; or use /model_info",
-        "/api/show": f"{_OLLAMA}; or use /model_info",
-        "/api/version": f"{_OLLAMA}; or use /model_info",
+        **dict.fromkeys(("/api/ps", "/api/show", "/api/version"), f"{_OLLAMA}; or use /model_info"),
         "/api/pull": f"{_OLLAMA}; {_AT_START}",
         "/api/delete": _OLLAMA,
         "/api/copy": f"{_OLLAMA}; --alias gives a model another name",
         "/api/create": _AT_START,
         "/api/push": "upload files with the program of the Hugging Face Hub",
-        "/models/load": "start the server with --models for several models",
-        "/models/unload": "start the server with --models for several models",
+        **dict.fromkeys(("/models/load", "/models/unload"), "start the server with --models for several models"),
         "/generate": "use /v1/completions",
     },
     # Fields of requests to other servers.
@@ -216,8 +175,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "options": "give each option as a separate field, such as temperature",
         "think": "give chat_template_kwargs with enable_thinking instead",
         "keep_alive": "leave it out: the model stays loaded until the server ends",
-        "num_ctx": _N_CTX,
-        "n_ctx": _N_CTX,
+        **dict.fromkeys(("num_ctx", "n_ctx"), "leave it out: --n-ctx sets it when the server starts"),
     },
 }  # fmt: skip
 

@@ -69,7 +69,12 @@ def _headed(name: str) -> str:
     return f"<|start_header_id|>{name}<|end_header_id|>\n\n"
 
 
-_ASSISTANT = "You are a helpful assistant."
+_CHATML = (
+    "<|im_start|>system\n{}<|im_end|>\n",
+    "<|im_start|>user\n{}<|im_end|>\n",
+    "<|im_start|>assistant\n{}<|im_end|>\n",
+    "<|im_start|>assistant\n",
+)
 _VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions."
@@ -81,14 +86,7 @@ FORMATS: Final[dict[str, Format]] = {
     "chatglm3": Format(
         "<|system|>\n{}", "<|user|>\n {}", "<|assistant|>\n {}", "<|assistant|>", "", ("</s>",)
     ),
-    "chatml": Format(
-        "<|im_start|>system\n{}<|im_end|>\n",
-        "<|im_start|>user\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n",
-        "",
-        ("<|im_end|>",),
-    ),
+    "chatml": Format(*_CHATML, "", ("<|im_end|>",)),
     "gemma": Format(
         None,
         "<start_of_turn>user\n{}<end_of_turn>\n",
@@ -132,14 +130,7 @@ FORMATS: Final[dict[str, Format]] = {
     "pygmalion": Format(
         "<|system|>{}\n\n", "<|user|>\n{}\n\n", "<|model|>\n{}\n\n", "<|model|>\n", "", ("\n",)
     ),
-    "qwen": Format(
-        "<|im_start|>system\n{}<|im_end|>\n",
-        "<|im_start|>user\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n",
-        _ASSISTANT,
-        ("<|endoftext|>",),
-    ),
+    "qwen": Format(*_CHATML, "You are a helpful assistant.", ("<|endoftext|>",)),
     "redpajama-incite": Format("{}\n", "<human>: {}\n", "<bot>: {}\n", "<bot>:", "", ("<human>",)),
     "saiga": Format("<s>system\n{}</s>", "<s>user\n{}</s>", "<s>bot\n{}</s>", "<s>bot"),
     "snoozy": Format("{}\n", "### Prompt: {}\n", "### Response: {}\n", "### Response:", stop=("###",)),

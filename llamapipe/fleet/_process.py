@@ -15,21 +15,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from llamapipe.fleet.link import (
-    CANCEL,
-    CONNECTION,
-    ENDED,
-    KEEP,
-    REFUSED,
-    RETIRE,
-    STOP,
-    STOP_TOOLS,
-    TAKEN,
-    Messages,
-    ServedModel,
-    Subject,
-    WorkerOptions,
-)
+from llamapipe.fleet import link
+from llamapipe.fleet.link import Messages, ServedModel, Subject, WorkerOptions
 from llamapipe.fleet.placement import Placement
 from llamapipe.host.cores import set_group_nice, started_on
 from llamapipe.server.metrics import Family
@@ -157,7 +144,7 @@ class WorkerProcess:
     def give(self, connection: socket.socket) -> bool:
         """Hand over a connection. False if the worker cannot take it; the caller then keeps it."""
         try:
-            socket.send_fds(self._connections, [CONNECTION], [connection.fileno()])
+            socket.send_fds(self._connections, [link.CONNECTION], [connection.fileno()])
         except OSError:
             return False
         # Kept until the worker says that it has taken it: if it ends before, another worker gets the connection.
@@ -177,28 +164,28 @@ class WorkerProcess:
 
     def retire(self) -> None:
         """Let the worker answer its requests, close its connections as they become idle, and end."""
-        self._leave(RETIRE)
+        self._leave(link.RETIRE)
 
     def stop(self, keeps_cache: bool = False) -> None:
         """Let the worker answer its requests and end. ``keeps_cache``: save cached prefixes in its ``cache_dir``."""
         if keeps_cache and self.state is State.READY:
             with suppress(OSError):
-                self._connections.send(KEEP)
+                self._connections.send(link.KEEP)
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
-        self._leave(STOP)
+        self._leave(link.STOP)
 
     def stop_tools(self) -> None:
         """End the tool calls that run in the worker, because the server will end."""
         if self.state is State.READY:
             with suppress(OSError):
-                self._connections.send(STOP_TOOLS)
+                self._connections.send(link.STOP_TOOLS)
 
     def cancel(self) -> None:
         """End the worker without waiting for answers."""
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
-        self._leave(CANCEL)
+        self._leave(link.CANCEL)
 
     def kill(self) -> None:
         """Kill the process."""
@@ -263,11 +250,11 @@ class WorkerProcess:
     def _note(self, data: bytes) -> None:
         for i in range(len(data)):
             byte = data[i : i + 1]
-            if byte == ENDED:
+            if byte == link.ENDED:
                 self.n_ended += 1
-            elif byte == TAKEN:
+            elif byte == link.TAKEN:
                 self.untaken.popleft().close()
-            elif byte == REFUSED:
+            elif byte == link.REFUSED:
                 self.refused.append(self.untaken.popleft())
                 self.n_given -= 1
                 if not self._is_paused:

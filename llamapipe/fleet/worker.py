@@ -21,22 +21,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
+from llamapipe.fleet import link
 from llamapipe.fleet._tasks import Tasks
-from llamapipe.fleet.link import (
-    CANCEL,
-    CONNECTION,
-    ENDED,
-    KEEP,
-    REFUSED,
-    RETIRE,
-    STOP,
-    STOP_TOOLS,
-    SUBJECTS,
-    TAKEN,
-    Messages,
-    Subject,
-    WorkerOptions,
-)
+from llamapipe.fleet.link import Messages, Subject, WorkerOptions
 from llamapipe.host.cores import limit_cores
 from llamapipe.server.application import app
 from llamapipe.server.connections import Connection
@@ -99,7 +86,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
-        for about in SUBJECTS:
+        for about in link.SUBJECTS:
             await self._tell(0, about)
         await self._messages.close()
         self._task.cancel()
@@ -158,20 +145,20 @@ class Worker:
             return
         except OSError:
             data, descriptors = b"", []
-        if data == CONNECTION:
+        if data == link.CONNECTION:
             # Without a free descriptor the kernel keeps the socket.
-            self._send(TAKEN if descriptors else REFUSED)
+            self._send(link.TAKEN if descriptors else link.REFUSED)
             for descriptor in descriptors:
-                self._server.connect(_tcp_socket(descriptor), partial(self._send, ENDED))
-        elif data == KEEP:
+                self._server.connect(_tcp_socket(descriptor), partial(self._send, link.ENDED))
+        elif data == link.KEEP:
             self.keeps_cache = True
-        elif data == STOP_TOOLS:
+        elif data == link.STOP_TOOLS:
             self._server.state.stop_tools()
-        elif data == RETIRE:
+        elif data == link.RETIRE:
             self._server.retire()
-        elif data == STOP:
+        elif data == link.STOP:
             self._server.stop(cancel=False)
-        elif data == CANCEL:
+        elif data == link.CANCEL:
             self._server.stop(cancel=True)
         else:  # the supervisor has ended
             asyncio.get_running_loop().remove_reader(self._connections)

@@ -34,11 +34,15 @@ class Family:
     full: str  # the same with FULL
     both: str  # a call with PARIS, then one of now; empty if only one call can be written
     wrong_key: str  # a call up to the wrong name of an argument, which must not be written
-    unknown: str  # a call of an unknown tool
     broken: tuple[str, ...]  # no calls, although they begin as such
     think: tuple[str, str] | None = None
     may_talk: bool = True  # text may precede a call
     text: str = ""  # what stands before text that is the answer
+
+    @property
+    def unknown(self) -> str:
+        """A call of an unknown tool."""
+        return self.paris.replace("weather", "wether")
 
     def visible(self, text: str) -> str:
         """What a user sees of text that is no call: no control token, and of a message to a tool only what it says."""
@@ -49,44 +53,43 @@ class Family:
         return text
 
 
-HERMES = Family(
+def _of_json(begin: str, end: str, *, broken: tuple[str, ...], **texts: Any) -> Family:
+    """A family whose arguments are JSON between two texts. ``broken``: besides calls that end early or lack a value."""
+    of_json: dict[str, Any] = {
+        "paris": begin + _PARIS + end,
+        "full": begin + _FULL + end,
+        "wrong_key": f'{begin}{{"t',
+        "broken": (*broken, begin, f'{begin}{{"city": "Par', f'{begin}{{"city": }}{end}'),
+    }
+    return Family(**of_json | texts)
+
+
+HERMES = _of_json(
+    '<tool_call>\n{"name": "get_weather", "arguments": ',
+    "}\n</tool_call>",
     template="Qwen-Qwen3-0.6B",
     tail="<|im_start|>assistant\n",
     specials=(),
-    paris=f'<tool_call>\n{{"name": "get_weather", "arguments": {_PARIS}}}\n</tool_call>',
-    full=f'<tool_call>\n{{"name": "get_weather", "arguments": {_FULL}}}\n</tool_call>',
     both=f'<tool_call>\n{{"name": "get_weather", "arguments": {_PARIS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    wrong_key='<tool_call>\n{"name": "get_weather", "arguments": {"t',
-    unknown=f'<tool_call>\n{{"name": "get_wether", "arguments": {_PARIS}}}\n</tool_call>',
     broken=(
         "<tool_call>",
         "<tool_call>\n",
         "<tool_call>\n[]",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>',
         '<tool_call>\n{"name": "get_weather" "arguments"}\n</tool_call>',
         f'<tool_call>\n{{"name": "get_weather", "arguments": {_PARIS}}} and\n</tool_call>',
         "<tool_call>\nget_weather(city='Paris')\n</tool_call>",
     ),
     think=("<think>\n", "\n</think>\n\n"),
 )
-LLAMA = Family(
+LLAMA = _of_json(
+    '{"name": "get_weather", "parameters": ',
+    "}",
     template="meta-llama-Llama-3.1-8B-Instruct",
     tail="<|start_header_id|>assistant<|end_header_id|>\n\n",
     specials=("<|python_tag|>", "<|eot_id|>"),
-    paris=f'{{"name": "get_weather", "parameters": {_PARIS}}}',
-    full=f'{{"name": "get_weather", "parameters": {_FULL}}}',
     both="",
-    wrong_key='{"name": "get_weather", "parameters": {"t',
-    unknown=f'{{"name": "get_wether", "parameters": {_PARIS}}}',
-    broken=(
-        '{"name"',
-        '{"name": "get_weather"',
-        '{"name": "get_weather", "parameters": {"city": "Par',
-        '{"name": "get_weather", "parameters": {"city": }}',
-        '{"name": get_weather}',
-    ),
+    broken=('{"name"', '{"name": "get_weather"', '{"name": get_weather}'),
     may_talk=False,
 )
 PYTHON_TAG = replace(
@@ -94,44 +97,27 @@ PYTHON_TAG = replace(
     paris=f"<|python_tag|>{LLAMA.paris}",
     full=f"<|python_tag|>{LLAMA.full}",
     wrong_key=f"<|python_tag|>{LLAMA.wrong_key}",
-    unknown=f"<|python_tag|>{LLAMA.unknown}",
     broken=tuple(f"<|python_tag|>{one}" for one in LLAMA.broken),
 )
-MISTRAL_LIST = Family(
+MISTRAL_LIST = _of_json(
+    '[TOOL_CALLS][{"name": "get_weather", "arguments": ',
+    ', "id": "abcdefgh1"}]',
     template="mistralai-Mistral-Nemo-Instruct-2407",
     tail="[/INST]",
     specials=("[TOOL_CALLS]", "[INST]", "[/INST]", "</s>"),
-    paris=f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_PARIS}, "id": "abcdefgh1"}}]',
-    full=f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_FULL}, "id": "abcdefgh1"}}]',
     both=f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_PARIS}, "id": "abcdefgh1"}}, '
     '{"name": "now", "arguments": {}, "id": "abcdefgh2"}]',
-    wrong_key='[TOOL_CALLS][{"name": "get_weather", "arguments": {"t',
-    unknown=f'[TOOL_CALLS][{{"name": "get_wether", "arguments": {_PARIS}, "id": "abcdefgh1"}}]',
-    broken=(
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS][",
-        "[TOOL_CALLS][]",
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Par',
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": }, "id": "abcdefgh1"}]',
-    ),
+    broken=("[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS][]"),
 )
-MISTRAL_ARGS = Family(
+MISTRAL_ARGS = _of_json(
+    "[TOOL_CALLS]get_weather[ARGS]",
+    "",
     template="Mistral-Small-3.2-24B-Instruct-2506",
     tail="[/INST]",
     specials=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[INST]", "[/INST]", "</s>"),
     paris=f"[TOOL_CALLS]get_weather[CALL_ID]abcdefgh1[ARGS]{_PARIS}",
-    full=f"[TOOL_CALLS]get_weather[ARGS]{_FULL}",
     both=f"[TOOL_CALLS]get_weather[ARGS]{_PARIS}[TOOL_CALLS]now[ARGS]{{}}",
-    wrong_key='[TOOL_CALLS]get_weather[ARGS]{"t',
-    unknown=f"[TOOL_CALLS]get_wether[ARGS]{_PARIS}",
-    broken=(
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS]get_weather",
-        "[TOOL_CALLS]get_weather[ARGS]",
-        "[TOOL_CALLS]get_weather[ARGS][]",
-        '[TOOL_CALLS]get_weather[ARGS]{"city": }',
-        '[TOOL_CALLS]get_weather[ARGS]{"city": "Par',
-    ),
+    broken=("[TOOL_CALLS]", "[TOOL_CALLS]get_weather", "[TOOL_CALLS]get_weather[ARGS][]"),
 )
 DEVSTRAL = replace(
     MISTRAL_ARGS,
@@ -149,21 +135,16 @@ _DEEPSEEK = (
 _ALL, _ALL_END, _ONE, _ONE_END, _SEP, _ = _DEEPSEEK
 _V3 = f"{_ALL}{_ONE}function{_SEP}get_weather\n```json\n"
 _V3_END = f"\n```{_ONE_END}{_ALL_END}"
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = _of_json(
+    _V3,
+    _V3_END,
     template="llama-cpp-deepseek-r1",
     tail="<｜Assistant｜>",
     specials=_DEEPSEEK,
-    paris=_V3 + _PARIS + _V3_END,
-    full=_V3 + _FULL + _V3_END,
     both=f"{_V3}{_PARIS}\n```{_ONE_END}\n{_ONE}function{_SEP}now\n```json\n{{}}{_V3_END}",
-    wrong_key=f'{_V3}{{"t',
-    unknown=_V3.replace("weather", "wether") + _PARIS + _V3_END,
     broken=(
         _ALL,
         f"{_ALL}{_ONE}",
-        _V3,
-        f'{_V3}{{"city": "Par',
-        f'{_V3}{{"city": }}{_V3_END}',
         f"{_ALL}{_ONE}function{_SEP}get_weather\n```python\n{{}}{_V3_END}",
     ),
     think=("<think>\n", "\n</think>\n\n"),
@@ -171,16 +152,14 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_R1 = replace(DEEPSEEK_V3, template="deepseek-ai-DeepSeek-R1-Distill-Qwen-32B")
 _V31 = f"{_ALL}{_ONE}get_weather{_SEP}"
 _V31_END = f"{_ONE_END}{_ALL_END}"
-DEEPSEEK_V31 = Family(
+DEEPSEEK_V31 = _of_json(
+    _V31,
+    _V31_END,
     template="deepseek-ai-DeepSeek-V3.1",
     tail="<｜Assistant｜>",
     specials=(*_DEEPSEEK, "<think>", "</think>"),
-    paris=_V31 + _PARIS + _V31_END,
-    full=_V31 + _FULL + _V31_END,
     both=f"{_V31}{_PARIS}{_ONE_END}{_ONE}now{_SEP}{{}}{_V31_END}",
-    wrong_key=f'{_V31}{{"t',
-    unknown=_V31.replace("weather", "wether") + _PARIS + _V31_END,
-    broken=(_ALL, _V31, f'{_V31}{{"city": "Par', f'{_V31}{{"city": }}{_V31_END}'),
+    broken=(_ALL,),
     think=("<think>", "</think>"),
 )
 _XML = "<tool_call>\n<function=get_weather>\n"
@@ -194,7 +173,6 @@ QWEN_CODER = Family(
     f"<parameter=days>\n3\n</parameter>\n{_XML_END}",
     both=f"{_XML}<parameter=city>\nParis\n</parameter>\n{_XML_END}\n<tool_call>\n<function=now>\n{_XML_END}",
     wrong_key=f"{_XML}<parameter=t",
-    unknown=f"<tool_call>\n<function=get_wether>\n<parameter=city>\nParis\n</parameter>\n{_XML_END}",
     broken=(
         "<tool_call>",
         _XML,
@@ -213,12 +191,13 @@ GLM = Family(
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
     both=f"{_GLM}Paris</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
     wrong_key="<tool_call>get_weather\n<arg_key>t",
-    unknown="<tool_call>get_wether\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
     broken=("<tool_call>", _GLM, f"{_GLM}Paris</arg_value>\n<arg_key>"),
     think=("<think>", "</think>\n"),
 )
 _TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-HARMONY = Family(
+HARMONY = _of_json(
+    _TO,
+    "",
     template="openai-gpt-oss-120b",
     tail="<|start|>assistant",
     specials=(
@@ -230,12 +209,8 @@ HARMONY = Family(
         "<|return|>",
         "<|call|>",
     ),
-    paris=_TO + _PARIS,
-    full=_TO + _FULL,
     both="",
-    wrong_key=f'{_TO}{{"t',
-    unknown=_TO.replace("weather", "wether") + _PARIS,
-    broken=(_TO[:-11], _TO, f"{_TO}{{", f'{_TO}{{"city": }}', f"{_TO}[]"),
+    broken=(_TO[:-11], f"{_TO}{{", f"{_TO}[]"),
     think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     may_talk=False,
     text="<|channel|>final<|message|>",
@@ -249,7 +224,6 @@ LFM = Family(
     full=f'{_LFM}get_weather(city="São \\"Paulo\\"\\n{{x}}", unit="C", days=3){_LFM_END}',
     both=f'{_LFM}get_weather(city="Paris"), now(){_LFM_END}',
     wrong_key=f"{_LFM}get_weather(t",
-    unknown=f'{_LFM}get_wether(city="Paris"){_LFM_END}',
     broken=(
         _LFM,
         f"{_LFM}get_weather",
@@ -269,7 +243,6 @@ PYTHONIC = Family(
     full='[get_weather(city="São \\"Paulo\\"\\n{x}", unit=\'C\', days=3)]',
     both="[get_weather(city='Paris'), now()]",
     wrong_key="[get_weather(t",
-    unknown="[get_wether(city='Paris')]",
     broken=("[get_weather(", "[get_weather(city='Par", "[get_weather(city=Paris)]", "[get_weather(1)]"),
     may_talk=False,
 )
@@ -282,7 +255,6 @@ GEMMA = Family(
     full=f'{_GEMMA}city:<|"|>São "Paulo"\n{{x}}<|"|>,days:3,unit:<|"|>C<|"|>{_GEMMA_END}',
     both=f'{_GEMMA}city:<|"|>Paris<|"|>{_GEMMA_END}<|tool_call>call:now{{}}<tool_call|>',
     wrong_key=f"{_GEMMA}t",
-    unknown=f'<|tool_call>call:get_wether{{city:<|"|>Paris<|"|>{_GEMMA_END}',
     broken=(
         "<|tool_call>",
         "<|tool_call>call:get_weather",
@@ -301,7 +273,7 @@ FUNCTION_GEMMA = replace(
         field: text.replace("<|tool_call>", "<start_function_call>")
         .replace("<tool_call|>", "<end_function_call>")
         .replace('<|"|>', "<escape>")
-        for field in ("paris", "full", "both", "wrong_key", "unknown")
+        for field in ("paris", "full", "both", "wrong_key")
         for text in (getattr(GEMMA, field),)
     },
     broken=("<start_function_call>", "<start_function_call>call:get_weather{city:<escape>Par"),
@@ -319,7 +291,6 @@ DSML = Family(
         "\n</｜DSML｜function", '\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function'
     ),
     wrong_key=_DSML.replace('city" string="true">', "t"),
-    unknown=f"{_DSML}Paris{_DSML_END}".replace("weather", "wether"),
     broken=(
         "<｜DSML｜function_calls>",
         _DSML,
@@ -330,7 +301,9 @@ DSML = Family(
 )
 _K2 = "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
 _K2_END = "<|tool_call_end|><|tool_calls_section_end|>"
-KIMI = Family(
+KIMI = _of_json(
+    _K2,
+    _K2_END,
     template="Kimi-K2-Instruct",
     tail="<|im_assistant|>assistant<|im_middle|>",
     specials=(
@@ -341,17 +314,16 @@ KIMI = Family(
         "<|tool_call_argument_begin|>",
     ),
     paris=_K2.replace(":0", ":12") + _PARIS + _K2_END,
-    full=_K2 + _FULL + _K2_END,
     both=f"{_K2}{_PARIS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}{_K2_END}",
-    wrong_key=f'{_K2}{{"t',
-    unknown=_K2.replace("weather", "wether") + _PARIS + _K2_END,
-    broken=(_K2[:30], _K2, f'{_K2}{{"city": "Par', f'{_K2}{{"city": }}{_K2_END}'),
+    broken=(_K2[:30],),
 )
 _COHERE, _COHERE_END = (
     '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": ',
     "}\n]<|END_ACTION|>",
 )
-COHERE = Family(
+COHERE = _of_json(
+    _COHERE,
+    _COHERE_END,
     template="CohereForAI-c4ai-command-r7b-12-2024-tool_use",
     tail="<|CHATBOT_TOKEN|>",
     specials=(
@@ -363,19 +335,11 @@ COHERE = Family(
         "<|CHATBOT_TOKEN|>",
     ),
     paris=_COHERE.replace('"0"', '"7"') + _PARIS + _COHERE_END,
-    full=_COHERE + _FULL + _COHERE_END,
     both=_COHERE
     + _PARIS
     + '},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}'
     + _COHERE_END,
-    wrong_key=f'{_COHERE}{{"t',
-    unknown=_COHERE.replace("weather", "wether") + _PARIS + _COHERE_END,
-    broken=(
-        "<|START_ACTION|>",
-        _COHERE,
-        f'{_COHERE}{{"city": "Par',
-        f'{_COHERE}{{"city": }}{_COHERE_END}',
-    ),
+    broken=("<|START_ACTION|>",),
     think=("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 _M3 = "]<]minimax[>["
@@ -388,7 +352,6 @@ MINIMAX = Family(
     full=f'{_M3_ALL}{_M3}<city>São "Paulo"\n{{x}}{_M3}</city>{_M3}<days>3{_M3}</days>{_M3}<unit>C{_M3}</unit>{_M3_END}',
     both=f'{_M3_ALL}{_M3}<city>Paris{_M3}</city>{_M3}</invoke>\n{_M3}<invoke name="now">{_M3_END}',
     wrong_key=f"{_M3_ALL}{_M3}<t",
-    unknown=f"{_M3_ALL}{_M3}<city>Paris{_M3}</city>{_M3_END}".replace("weather", "wether"),
     broken=(
         f"{_M3}<tool_call>",
         _M3_ALL,
@@ -400,7 +363,9 @@ MINIMAX = Family(
 )
 _SOLAR = "<|tool_calls|><|tool_call:begin|>abcdefgh1<|tool_call:name|>get_weather<|tool_call:args|>"
 _SOLAR_END = "<|tool_call:end|><|calls|>"
-SOLAR = Family(
+SOLAR = _of_json(
+    _SOLAR,
+    _SOLAR_END,
     template="upstage-Solar-Open-100B",
     tail="<|begin|>assistant",
     specials=(
@@ -410,12 +375,8 @@ SOLAR = Family(
         "<|tool_call:args|>",
         "<|tool_call:end|>",
     ),
-    paris=_SOLAR + _PARIS + _SOLAR_END,
-    full=_SOLAR + _FULL + _SOLAR_END,
     both=f"{_SOLAR}{_PARIS}<|tool_call:end|>{_SOLAR.replace('get_weather', 'now')[14:]}{{}}{_SOLAR_END}",
-    wrong_key=f'{_SOLAR}{{"t',
-    unknown=_SOLAR.replace("weather", "wether") + _PARIS + _SOLAR_END,
-    broken=("<|tool_calls|>", _SOLAR, f'{_SOLAR}{{"city": "Par', f'{_SOLAR}{{"city": }}{_SOLAR_END}'),
+    broken=("<|tool_calls|>",),
 )
 _CPM, _CPM_END = '<function name="get_weather"><param name="city">', "</param></function>"
 MINICPM = Family(
@@ -426,7 +387,6 @@ MINICPM = Family(
     full=f'{_CPM}<![CDATA[São "Paulo"\n{{x}}]]></param><param name="days">3</param><param name="unit">C{_CPM_END}',
     both=f'{_CPM}Paris{_CPM_END}\n<function name="now"></function>',
     wrong_key='<function name="get_weather"><param name="t',
-    unknown=f"{_CPM}Paris{_CPM_END}".replace("weather", "wether"),
     broken=(
         '<function name="',
         _CPM,
@@ -449,7 +409,6 @@ HORIZON = Family(
         "\n</ifm|tool_calls", "\n<ifm|tool_call>now\n</ifm|tool_call>\n</ifm|tool_calls"
     ),
     wrong_key=f"{_IFM[: _IFM.index('city')]}t",
-    unknown=f"{_IFM}Paris{_IFM_END}".replace("weather", "wether"),
     broken=("<ifm|tool_calls>", _IFM, f"{_IFM}Paris</ifm|arg_value>\n<ifm|arg_key>"),
     think=("<ifm|think>\n", "</ifm|think>"),
 )
@@ -470,7 +429,6 @@ KIMI_3 = Family(
         "<|close|>tools", '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools'
     ),
     wrong_key=f"{_K3}{_K3_KEY}t",
-    unknown=f"{_K3_CITY}Paris{_K3_END}".replace("weather", "wether"),
     broken=(
         "<|open|>tools<|sep|>",
         _K3,
@@ -491,21 +449,18 @@ MUSE = Family(
     both=f'{_MUSE}city">Paris{_MUSE_END}<|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n'
     '<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
     wrong_key=f"{_MUSE}t",
-    unknown=f'{_MUSE}city">Paris{_MUSE_END}'.replace("weather", "wether"),
     broken=(" to=get_weather<|message|>", _MUSE, f'{_MUSE}city">Paris</atem:parameter>\n'),
     may_talk=False,
     text=" to=user<|message|>",
 )
-FUNCTIONARY = Family(
+FUNCTIONARY = _of_json(
+    "get_weather\n",
+    "",
     template="meetkai-functionary-medium-v3.2",
     tail="<|start_header_id|>assistant<|end_header_id|>\n\n>>>",
     specials=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    paris=f"get_weather\n{_PARIS}",
-    full=f"get_weather\n{_FULL}",
     both=f"get_weather\n{_PARIS}>>>now\n{{}}",
-    wrong_key='get_weather\n{"t',
-    unknown=f"get_wether\n{_PARIS}",
-    broken=("get_weather", "get_weather\n", 'get_weather\n{"city": "Par', 'get_weather\n{"city": }'),
+    broken=("get_weather",),
     may_talk=False,
     text="all\n",
 )

@@ -22,9 +22,8 @@ from support.bert_model import bert_model
 from support.chat_templates import template
 from support.control import PATIENCE_S, all_results, wait_until
 from support.control import Worker as Thread
+from support.fleet_servers import LONG, SHORT, PoolServer, pool_server, wait_for_end
 from support.gguf_models import infilling_model
-from support.pool_server import LONG, SHORT, PoolServer, pool_server
-from support.worker_server import wait_for_end
 
 import llamapipe as lp
 from llamapipe.server.ollama import shown_model, with_context_length

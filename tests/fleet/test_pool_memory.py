@@ -18,8 +18,7 @@ from time import monotonic
 import httpx
 import pytest
 from support.control import PATIENCE_S, until, wait_until
-from support.pool_server import LONG, PoolServer, pool_server
-from support.worker_server import has_ended
+from support.fleet_servers import LONG, PoolServer, has_ended, pool_server
 
 import llamapipe as lp
 from llamapipe.cli import main

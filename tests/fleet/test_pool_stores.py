@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from support.control import wait_until
+from support.fleet_servers import PoolServer, pool_server
 from support.gguf_models import tiny_model
 from support.ollama_store import put_model
-from support.pool_server import PoolServer, pool_server
 from support.small_hub import SmallHub, small_hub
 
 import llamapipe as lp

@@ -18,8 +18,8 @@ import pytest
 from support.bert_model import bert_model
 from support.control import Worker as Thread
 from support.control import all_results, wait_until
+from support.fleet_servers import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 from support.run_script import environment
-from support.worker_server import N_LONG, SHORT, LongStream, WorkerServer, wait_for_end, worker_server
 
 import llamapipe as lp
 from llamapipe.fleet.command import command_with

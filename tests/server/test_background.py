@@ -16,9 +16,8 @@ import httpx
 import openai
 import pytest
 from support.control import PATIENCE_S, Gate, wait_until
-from support.pool_server import pool_server
+from support.fleet_servers import pool_server, worker_server
 from support.run_script import command, environment
-from support.worker_server import worker_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _presence, _runs, serve

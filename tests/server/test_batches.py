@@ -18,11 +18,10 @@ import openai
 import pytest
 from support.bert_model import bert_model
 from support.control import PATIENCE_S, Gate, Worker, wait_until
+from support.fleet_servers import pool_server, worker_server
 from support.gguf_models import encoder_decoder_model
 from support.inside import inbox_of
-from support.pool_server import pool_server
 from support.run_script import command, environment
-from support.worker_server import worker_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _files, serve

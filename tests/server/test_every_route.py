@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.bert_model import bert_model
-from support.pool_server import pool_server
+from support.fleet_servers import pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve

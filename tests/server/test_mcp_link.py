@@ -15,10 +15,9 @@ import httpx
 import openai
 import pytest
 from support.control import PATIENCE_S, wait_until
+from support.fleet_servers import has_ended, pool_server, worker_server
 from support.mcp_agent import GOOD, OPTIONS, turns_file
 from support.mcp_servers import PNG, entry, write_file
-from support.pool_server import pool_server
-from support.worker_server import has_ended, worker_server
 
 from llamapipe.server.mcp import CLOSED, Image, LocalServers, McpError, Result
 from llamapipe.server.mcp_file import entries_of

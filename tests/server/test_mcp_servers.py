@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from support.control import PATIENCE_S, wait_until
+from support.fleet_servers import has_ended
 from support.mcp_agent import http_server
 from support.mcp_servers import PNG, entry, write_file
-from support.worker_server import has_ended
 
 from llamapipe.server import mcp
 from llamapipe.server.mcp import Image, LocalServers, McpError, Result

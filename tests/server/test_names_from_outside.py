@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.control import PATIENCE_S
-from support.pool_server import pool_server
+from support.fleet_servers import pool_server
 
 import llamapipe as lp
 from llamapipe._messages import readable

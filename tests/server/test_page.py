@@ -16,8 +16,8 @@ import httpx
 import pytest
 from support.bert_model import bert_model
 from support.control import PATIENCE_S, Gate
+from support.fleet_servers import PoolServer, pool_server
 from support.mcp_agent import Agent
-from support.pool_server import PoolServer, pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from support.control import PATIENCE_S, Gate, wait_until
+from support.fleet_servers import LONG, LongStream, worker_server
 from support.server_process import ServerProcess
-from support.worker_server import LONG, LongStream, worker_server
 
 import llamapipe as lp
 from llamapipe.server import serve

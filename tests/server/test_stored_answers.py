@@ -17,8 +17,7 @@ import pytest
 from openai.types.conversations import Conversation, Message
 from openai.types.responses import Response, ResponseFunctionToolCall
 from support.control import PATIENCE_S, Gate, wait_until
-from support.pool_server import pool_server
-from support.worker_server import worker_server
+from support.fleet_servers import pool_server, worker_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _database, app, serve

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fleet_servers import pool_server
 from support.media_models import ultravox_projector
-from support.pool_server import pool_server
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve

@@ -1,4 +1,4 @@
-"""``llamapipe serve --workers`` as a process of its own."""
+"""``llamapipe serve --models`` and ``--workers`` as processes of their own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
 from support.control import PATIENCE_S, wait_until
+from support.run_script import environment
 from support.server_process import supervisor
 
 N_LONG = 1500
@@ -20,6 +21,73 @@ LONG = {"prompt": "Once upon a time", "max_tokens": N_LONG, "ignore_eos": True, 
 SHORT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 
 
+class _Server:
+    """A running process with others below it, and a client of it."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, log: Path, **headers: str) -> None:
+        self.process = process
+        self.url = url
+        self._log = log
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, headers=headers)
+
+    def log(self) -> str:
+        """What it has said."""
+        return self._log.read_text()
+
+    def values(self) -> dict[str, float]:
+        """The metrics."""
+        text = self.client.get("/metrics").text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+
+# ---- several models
+class PoolServer(_Server):
+    """A running front process."""
+
+    def ask(self, model: str, **more: Any) -> httpx.Response:
+        """One short request."""
+        return self.client.post("/v1/completions", json={"model": model, **SHORT, **more})
+
+    def states(self) -> dict[str, str]:
+        """The models' states, by their first names."""
+        found = self.client.get("/v1/models").json()["data"]
+        return {one["id"]: one["status"]["value"] for one in found if "root" not in one}
+
+    def loaded(self) -> list[str]:
+        """The models that are loaded."""
+        return sorted(name for name, state in self.states().items() if state == "loaded")
+
+    def wait_for(self, **states: str) -> None:
+        """Returns when the models have these states."""
+        wait_until(lambda: {name: self.states()[name] for name in states} == states)
+
+    def pids(self, model: str) -> list[int]:
+        """The processes that were started for a model."""
+        return [int(n) for n in re.findall(rf"\b{model} loads in process (\d+)", self.log())]
+
+    def metric(self, name: str) -> float:
+        """One value of the metrics; 0 if there is none."""
+        return self.values().get(name, 0.0)
+
+
+@contextmanager
+def pool_server(models: Path | str, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
+    """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment.
+
+    Streams have no signs of life, unless ``options`` ask for them: a test waits for their first token.
+    """
+    env = environment(variables)
+    with supervisor("--models", str(models), "--ping", "60", *options, says=" at http", log=log, env=env) as (
+        process,
+        url,
+    ):
+        server = PoolServer(process, url, log)
+        with server.client:
+            yield server
+
+
+# ---- several workers
 class WorkerState(NamedTuple):
     """A worker, as the metrics tell."""
 
@@ -29,24 +97,12 @@ class WorkerState(NamedTuple):
     n_open: int
 
 
-class WorkerServer:
+class WorkerServer(_Server):
     """A running supervisor with its workers."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
-        # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
-        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"connection": "close"})
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the supervisor."""
         self.process.send_signal(number)
-
-    def values(self) -> dict[str, float]:
-        """The metrics."""
-        text = self.client.get("/metrics").text
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in lines}
 
     def workers(self, state: str = "ready") -> list[WorkerState]:
         """The workers in a state."""
@@ -68,7 +124,8 @@ class WorkerServer:
 def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
     """A server with ``n`` workers and the bundled model, ready. Its standard error goes into ``log``."""
     with supervisor("--workers", str(n), *options, says=f"with {n} worker", log=log) as (process, url):
-        server = WorkerServer(process, url)
+        # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
+        server = WorkerServer(process, url, log, connection="close")
         with server.client:
             yield server
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.chat_templates import template
 from support.scripted_model import scripted_model
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -39,19 +40,13 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def strict(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",), strict=True)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",), strict=True) as client:
         yield client
 
 
@@ -62,8 +57,7 @@ def saying(folder: Path, text: str, **settings: Any) -> Iterator[httpx.Client]:
     with (
         lp.Model(scripted_model(folder / "said.gguf", text, (), source)) as model,
         lp.Engine(model, n_ctx=8192) as engine,
-        serve(engine, settings=ServerSettings(model_names=("demo",), **settings)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, model_names=("demo",), **settings) as client,
     ):
         yield client
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from support.ollama_store import put_model
 from support.run_script import run_script
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe import ollama_models
@@ -175,11 +176,9 @@ def test_a_model_by_its_name(demo_store: Path) -> None:
 
 
 def test_a_modelfile_holds_for_its_name(demo_store: Path) -> None:
-    settings = ServerSettings(model_names=("mario", "demo"), ollama=True)
     with (
         lp.Engine("ollama:mario", n_ctx=128, n_seq_max=1) as engine,
-        serve(engine, settings=settings) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, model_names=("mario", "demo"), ollama=True) as client,
     ):
         asked: dict[str, Any] = {
             "messages": [{"role": "user", "content": "Hi"}],

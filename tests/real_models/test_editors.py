@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from support.real_models import real_model
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import serve
 
 BEFORE = '"""Parity."""\n\n\ndef is_even(n: int) -> bool:\n    """Whether n is even."""\n'
 AFTER = '\n\n\ndef is_odd(n: int) -> bool:\n    """Whether n is odd."""\n    return n % 2 == 1\n'
@@ -35,7 +34,7 @@ def test_a_function_is_completed() -> None:
             BEFORE, AFTER, extra=[("limits.py", "LIMIT = 10\n")], filename="parity.py"
         )
         text = model.vocab.detokenize(named, unparse_special=True)
-        with serve(engine) as server, httpx.Client(base_url=server.url, timeout=300) as client:
+        with http_client(engine, timeout=300) as client:
             vim = client.post("/infill", json=body).json()
             assert vim["content"].startswith(" n % 2 == 0")
             # Continue writes the model's control tokens as text.

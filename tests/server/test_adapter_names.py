@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from support.adapters import make_adapter, make_control_vector
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
+from llamapipe.server import ServerSettings
 
 PROMPT = "Once upon a time"
 SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
@@ -39,10 +40,7 @@ def engine(files: list[Path]) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",)) as client:
         yield client
 
 
@@ -190,11 +188,7 @@ def test_an_activated_lora_shares_the_models_cells(
 
 
 def test_ollamas_api(engine: lp.Engine) -> None:
-    settings = ServerSettings(model_names=("demo",), ollama=True, allow_pull=True)
-    with (
-        serve(engine, settings=settings) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",), ollama=True, allow_pull=True) as client:
         tags = {one["name"]: one for one in client.get("/api/tags").json()["models"]}
         assert list(tags) == ["demo:latest", "a:latest", "b:latest"]
         assert tags["a:latest"]["details"]["parent_model"] == "demo:latest"
@@ -224,11 +218,7 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
     (folder / "link.gguf").symlink_to(tmp_path / "d.gguf")
     (folder / "bad.gguf").write_bytes(b"GGUF")
     (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
-    settings = ServerSettings(model_names=("demo",), lora_path=folder)
-    with (
-        serve(engine, settings=settings) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",), lora_path=folder) as client:
 
         def load(name: str, path: object, **more: object) -> httpx.Response:
             return client.post(

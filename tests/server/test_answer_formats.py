@@ -12,9 +12,9 @@ import pytest
 from support.chat_families import FAMILIES
 from support.chat_templates import template
 from support.scripted_model import scripted_model
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
@@ -40,8 +40,7 @@ def test_where_reasoning_is(tmp_path: Path) -> None:
     path = scripted_model(tmp_path / "said.gguf", said, (), template("Qwen-Qwen3-0.6B").text)
     with (
         lp.Engine(path, n_ctx=2048, n_seq_max=2) as engine,
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, model_names=("demo",)) as client,
     ):
         apart = {"content": "It is sunny.", "reasoning_content": "Well, what."}
         for given, expected in (
@@ -78,8 +77,7 @@ def test_where_reasoning_is(tmp_path: Path) -> None:
 def client(demo: lp.Model) -> Iterator[httpx.Client]:
     with (
         lp.Engine(demo, n_ctx=512, n_seq_max=2) as engine,
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, model_names=("demo",)) as client,
     ):
         yield client
 
@@ -152,8 +150,7 @@ def test_a_schema_of_a_tool_is_named_by_its_tool(tmp_path: Path) -> None:
     model = scripted_model(tmp_path / "said.gguf", family.full, (), template(family.template).text)
     with (
         lp.Engine(model, n_ctx=4096) as engine,
-        serve(engine) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine) as client,
     ):
         bad = function("bad", BAD)
         strict = {"type": "function", "function": {**bad["function"], "strict": True}}

@@ -18,6 +18,7 @@ import pytest
 from support.control import PATIENCE_S, Gate, wait_until
 from support.fleet_servers import pool_server, worker_server
 from support.run_script import command, environment
+from support.served import openai_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _presence, _runs, serve
@@ -41,11 +42,7 @@ def file(tmp_path: Path) -> Path:
 
 @contextmanager
 def served(engine: lp.Engine, file: Path, key: str = "none", **more: Any) -> Iterator[openai.OpenAI]:
-    settings = ServerSettings(**{**NAMES, "store": file, **more})
-    with (
-        serve(engine, settings=settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client,
-    ):
+    with openai_client(engine, api_key=key, **{**NAMES, "store": file, **more}) as client:
         yield client
 
 

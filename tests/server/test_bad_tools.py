@@ -11,9 +11,9 @@ import pytest
 from support.chat_families import FAMILIES
 from support.chat_templates import template
 from support.scripted_model import scripted_model
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
@@ -43,8 +43,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     model = scripted_model(path, "Hello, world!", family.specials, template(family.template).text)
     with (
         lp.Engine(model, n_ctx=2048, n_seq_max=2) as engine,
-        serve(engine, settings=ServerSettings(ollama=True)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, ollama=True) as client,
     ):
         yield client
 

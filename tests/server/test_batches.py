@@ -22,6 +22,7 @@ from support.fleet_servers import pool_server, worker_server
 from support.gguf_models import encoder_decoder_model
 from support.inside import inbox_of
 from support.run_script import command, environment
+from support.served import http_client, openai_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _files, serve
@@ -45,11 +46,7 @@ def store(tmp_path: Path) -> Path:
 
 @contextmanager
 def served(engine: lp.Engine, store: Path, key: str = "none", **more: Any) -> Iterator[openai.OpenAI]:
-    settings = ServerSettings(**{**NAMES, "store": store, **more})
-    with (
-        serve(engine, settings=settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client,
-    ):
+    with openai_client(engine, api_key=key, **{**NAMES, "store": store, **more}) as client:
         yield client
 
 
@@ -163,12 +160,10 @@ def test_other_endpoints(engine: lp.Engine, store: Path, endpoint: str, body: di
 
 def test_embeddings(store: Path, tmp_path: Path) -> None:
     file, _ = bert_model(tmp_path / "bert.gguf")
-    settings = ServerSettings(embedding_names=("bert",), store=store)
     with (
         lp.Model(file) as model,
         lp.Embedder(model) as embedder,
-        serve(None, settings=settings, embedder=embedder) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(None, embedder=embedder, embedding_names=("bert",), store=store) as client,
     ):
         body = {"model": "bert", "input": ["hello", "world"]}
         done = ended(client, begun(client, lines_of([body] * 2, "/v1/embeddings"), "/v1/embeddings").id)
@@ -427,7 +422,7 @@ def test_a_file_that_cannot_be_used(engine: lp.Engine, store: Path) -> None:
 
 
 def test_without_a_store(engine: lp.Engine) -> None:
-    with serve(engine, settings=ServerSettings(**NAMES)) as server, httpx.Client(base_url=server.url) as http:
+    with http_client(engine, **NAMES) as http:
         answers = [
             http.get(f"/v1/{path}")
             for path in ("files", "files/a", "files/a/content", "batches", "batches/a")

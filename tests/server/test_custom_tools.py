@@ -13,11 +13,11 @@ import pytest
 from support.chat_families import FAMILIES
 from support.chat_templates import ByteVocabulary, renderer, template
 from support.scripted_model import scripted_model
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.tools import check_tools
-from llamapipe.server import serve
 from llamapipe.server._tools import tools_of
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -36,8 +36,7 @@ def client(
     model = scripted_model(path, "Hello, world!", family.specials, template(family.template).text)
     with (
         lp.Engine(model, n_ctx=8192, n_seq_max=2) as engine,
-        serve(engine) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine) as client,
     ):
         yield client
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
+from llamapipe.server import ServerSettings
 
 HELLO = [{"role": "user", "content": "Once upon a time"}]
 N = 16
@@ -38,13 +39,11 @@ def text_of(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
 def test_it_holds_where_a_request_says_nothing(demo: lp.Model, path: str, body: dict[str, Any]) -> None:
-    settings = ServerSettings(
-        model_names=("m",), ollama=True, sampling={"temperature": 0, "repeat_penalty": 1.0}
-    )
     with (
         lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine,
-        serve(engine, settings=settings) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(
+            engine, model_names=("m",), ollama=True, sampling={"temperature": 0, "repeat_penalty": 1.0}
+        ) as client,
     ):
         body = {"model": "m", **body}
         texts = {text_of(client.post(path, json=body)) for _ in range(4)}

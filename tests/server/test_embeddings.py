@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from support.bert_model import WORDS, bert_model
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -73,11 +74,7 @@ def test_any_model_name(engine: lp.Engine, embedder: lp.Embedder) -> None:
 
 def test_a_server_that_only_embeds(embedder: lp.Embedder) -> None:
     """It has no engine: what generates says so, the rest works."""
-    settings = ServerSettings(ollama=True)
-    with (
-        serve(None, settings=settings, embedder=embedder) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(None, embedder=embedder, ollama=True) as client:
         assert len(client.post("/v1/embeddings", json={"input": TEXTS}).json()["data"]) == len(TEXTS)
         for path in (
             "/health",

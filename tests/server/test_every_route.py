@@ -13,9 +13,9 @@ import httpx
 import pytest
 from support.bert_model import bert_model
 from support.fleet_servers import pool_server
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "server.md"
@@ -54,12 +54,10 @@ OTHER_NAMES = {"/api/pull", "/api/delete"}
 @pytest.fixture(scope="module")
 def one_model(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     file, _ = bert_model(tmp_path_factory.mktemp("models") / "bert.gguf")
-    settings = ServerSettings(ollama=True, allow_pull=True)
     with (
         lp.Engine(demo, n_ctx=256) as engine,
         lp.Embedder(file) as embedder,
-        serve(engine, settings=settings, embedder=embedder) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine, embedder=embedder, ollama=True, allow_pull=True) as client,
     ):
         yield client
 

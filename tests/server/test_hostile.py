@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from support.control import until, wait_until
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe._messages import listed, quoted
@@ -51,8 +52,7 @@ def client(server: serve) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def limited(engine: lp.Engine) -> Iterator[httpx.Client]:
-    settings = ServerSettings(max_messages=20, max_text_characters=150_000, model_names=("demo",))
-    with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with http_client(engine, max_messages=20, max_text_characters=150_000, model_names=("demo",)) as client:
         yield client
 
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from support.control import PATIENCE_S, wait_until
 from support.gguf_models import infilling_model
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.llama.fim import fim_room
-from llamapipe.server import ServerSettings, serve
 from llamapipe.server._llama_server import TextLimits
 from llamapipe.server._sampling import sampler_names
 
@@ -66,10 +66,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",)) as client:
         yield client
 
 
@@ -78,8 +75,7 @@ def without(demo: lp.Model) -> Iterator[httpx.Client]:
     """A client of a server whose model cannot fill in."""
     with (
         lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine,
-        serve(engine) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine) as client,
     ):
         yield client
 
@@ -255,10 +251,7 @@ class TestInfill:
         assert found["tokens_evaluated"] <= fim_room(512, 8)
 
     def test_the_order_is_the_operators(self, engine: lp.Engine) -> None:
-        with (
-            serve(engine, settings=ServerSettings(fim_order="spm")) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
-        ):
+        with http_client(engine, fim_order="spm") as client:
             prompt = engine.model.tokenize_fim("Once", "end", order="spm")
             found = answer(client, "/infill", {"input_prefix": "Once", "input_suffix": "end", "n_predict": 1})
             assert found["prompt"] == engine.model.vocab.detokenize(prompt, unparse_special=True)
@@ -273,8 +266,7 @@ class TestInfill:
     def test_a_context_that_is_too_small(self, engine: lp.Engine) -> None:
         with (
             lp.Engine(engine.model, n_ctx=16, n_seq_max=1) as small,
-            serve(small) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            http_client(small) as client,
         ):
             assert "raise n_ctx" in refused(client, "/infill", {**GAP, "input_extra": EXTRA})["message"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from support.gguf_models import infilling_model
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
+from llamapipe.server import serve
 
 PATH = "/v1/fim/completions"
 BODY: dict[str, Any] = {
@@ -32,10 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("codestral-latest",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("codestral-latest",)) as client:
         yield client
 
 

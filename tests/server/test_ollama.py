@@ -14,12 +14,12 @@ import pytest
 from support.bert_model import bert_model
 from support.chat_families import FAMILIES, FULL, WEATHER
 from support.chat_templates import template
-from support.control import PATIENCE_S, Gate, wait_until
+from support.control import Gate, wait_until
 from support.gguf_models import infilling_model, tiny_model
 from support.scripted_model import scripted_model
+from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, serve
 from llamapipe.server.ollama import engine_messages
 
 COW = [{"role": "user", "content": "What does a cow say?"}]
@@ -34,12 +34,7 @@ COUNTS = ("total_duration", "prompt_eval_duration", "prompt_eval_count", "eval_c
 @contextmanager
 def served(engine: lp.Engine, embedder: lp.Embedder | None = None, **settings: Any) -> Iterator[httpx.Client]:
     names = {"model_names": ("demo", "tagged:1b"), "embedding_names": ("bert",)}
-    with (
-        serve(
-            engine, settings=ServerSettings(ollama=True, **{**names, **settings}), embedder=embedder
-        ) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
-    ):
+    with http_client(engine, embedder=embedder, ollama=True, **{**names, **settings}) as client:
         yield client
 
 
@@ -574,7 +569,7 @@ class TestServer:
             assert client.get("/", headers=html).text == "Ollama is running"
 
     def test_only_with_the_option(self, engine: lp.Engine) -> None:
-        with serve(engine) as server, httpx.Client(base_url=server.url) as client:
+        with http_client(engine) as client:
             assert "start the server with --ollama" in refused(client, "/api/chat", CHAT, status=404)
             assert client.get("/").text.startswith("<!doctype html>")
 

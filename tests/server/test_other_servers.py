@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.control import wait_until
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -29,10 +30,7 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("demo",)) as client:
         yield client
 
 
@@ -383,11 +381,7 @@ class TestFields:
     def test_the_last_requests_tell_their_times(
         self, engine: lp.Engine, path: str, body: dict[str, Any]
     ) -> None:
-        settings = ServerSettings(keep_requests=3, api_keys=("secret",))
-        with (
-            serve(engine, settings=settings) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
-        ):
+        with http_client(engine, keep_requests=3, api_keys=("secret",)) as client:
             key = {"authorization": "Bearer secret"}
 
             def found() -> list[dict[str, Any]]:
@@ -510,8 +504,7 @@ class TestMessages:
         tuning = lp.EngineTuning(min_room=160)
         with (
             lp.Engine(demo, n_ctx=512, n_seq_max=1, tuning=tuning) as engine,
-            serve(engine, settings=ServerSettings(ollama=True)) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            http_client(engine, ollama=True) as client,
         ):
             n = len(engine.model.tokenize_chat(talk))
             assert 512 - 160 < n < 512
@@ -533,8 +526,7 @@ class TestMessages:
     def test_a_full_queue(self, demo: lp.Model) -> None:
         with (
             lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,
-            serve(engine) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            http_client(engine) as client,
         ):
             error = error_of(client, "/v1/completions", {"prompt": ["a"] * 20}, 429)
         assert error["message"] == (

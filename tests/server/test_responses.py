@@ -14,9 +14,9 @@ from openai.types.responses import Response
 from support.chat_families import FAMILIES, FULL, WEATHER
 from support.chat_templates import template
 from support.scripted_model import scripted_model
+from support.served import openai_client
 
 import llamapipe as lp
-from llamapipe.server import serve
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": WEATHER}
@@ -31,10 +31,7 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[openai.OpenAI]:
-    with (
-        serve(engine) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(engine) as client:
         yield client
 
 
@@ -126,8 +123,7 @@ def test_tools_are_called_and_their_results_read(tmp_path: Path) -> None:
     with (
         lp.Model(scripted_model(tmp_path / "said.gguf", said, (), source)) as model,
         lp.Engine(model, n_ctx=4096) as engine,
-        serve(engine) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(engine) as client,
     ):
         options: Any = {**OPTIONS, "model": "said", "max_output_tokens": 400, "tools": [TOOL]}
         choices: list[Any] = ["auto", "required", {"type": "function", "name": "get_weather"}]

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from support.gguf_models import infilling_model
 from support.inside import loop_of
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe import server as package
@@ -31,10 +32,7 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("story", "other"))) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with http_client(engine, model_names=("story", "other")) as client:
         yield client
 
 
@@ -195,8 +193,7 @@ class TestCompletions:
     def test_a_suffix_is_filled_in_to(self, tmp_path: Path) -> None:
         with (
             lp.Engine(infilling_model(tmp_path / "fim.gguf")) as engine,
-            serve(engine) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            http_client(engine) as client,
         ):
             fim = engine.model.vocab.fim_tokens
             assert fim is not None
@@ -324,8 +321,7 @@ class TestOtherRoutes:
         assert float(values['llamapipe_requests_total{path="/v1/completions",status="200"}']) >= 1
 
     def test_the_page_and_its_files_are_served_without_a_key(self, engine: lp.Engine) -> None:
-        settings = ServerSettings(api_keys=("one",))
-        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+        with http_client(engine, api_keys=("one",)) as client:
             page = client.get("/")
             assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
             names = re.findall(r'"page/([a-z.]+)"', page.text)
@@ -370,8 +366,7 @@ class TestOtherRoutes:
 
 class TestLimits:
     def test_a_key_is_asked_for_everywhere_but_for_health(self, engine: lp.Engine) -> None:
-        settings = ServerSettings(api_keys=("one", "two"))
-        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+        with http_client(engine, api_keys=("one", "two")) as client:
             assert client.get("/health").status_code == 200
             answer = client.get("/v1/models")
             assert answer.status_code == 401 and "asks for an API key" in answer.text
@@ -402,14 +397,12 @@ class TestLimits:
 
         keys = (f"one{path}", f"two{path}")
         for served, asks in ((keys, (*keys, *keys)), (keys[:1], keys[:1] * 2)):
-            settings = ServerSettings(api_keys=served)
-            with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+            with http_client(engine, api_keys=served) as client:
                 found = [n_cached(client, key) for key in asks]
             assert found[-1] > 30 if len(asks) == 2 else found[:2] == [0, 0] and min(found[2:]) > 30
 
     def test_a_large_body_is_refused(self, engine: lp.Engine) -> None:
-        settings = ServerSettings(max_body_bytes=1000)
-        with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as client:
+        with http_client(engine, max_body_bytes=1000) as client:
             assert client.post("/v1/completions", json={"prompt": "a" * 1000}).status_code == 413
 
             def chunks() -> Iterator[bytes]:
@@ -419,17 +412,13 @@ class TestLimits:
             assert client.post("/v1/completions", content=chunks()).status_code == 413
 
     def test_strict_refuses_options_without_effect(self, engine: lp.Engine) -> None:
-        with (
-            serve(engine, settings=ServerSettings(strict=True)) as server,
-            httpx.Client(base_url=server.url) as c,
-        ):
+        with http_client(engine, strict=True) as c:
             assert refused(c, "/v1/completions", {"prompt": "a", "user": "me"})["param"] == "user"
 
     def test_a_full_queue_asks_to_come_back(self, demo: lp.Model) -> None:
         with (
             lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,
-            serve(engine) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            http_client(engine) as client,
         ):
             answer = client.post("/v1/completions", json={"prompt": ["a"] * 20, "max_tokens": 4})
             assert answer.status_code == 429
@@ -483,8 +472,7 @@ def test_health_tells_that_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch
     with (
         lp.Model.demo() as model,
         lp.Engine(model, n_ctx=64, n_seq_max=1) as engine,
-        serve(engine) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        http_client(engine) as client,
     ):
         assert client.get("/health").status_code == 200
         assert engine.failure is None

@@ -18,6 +18,7 @@ from openai.types.conversations import Conversation, Message
 from openai.types.responses import Response, ResponseFunctionToolCall
 from support.control import PATIENCE_S, Gate, wait_until
 from support.fleet_servers import pool_server, worker_server
+from support.served import http_client, openai_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _database, app, serve
@@ -41,11 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(engine: lp.Engine, file: Path) -> Iterator[openai.OpenAI]:
-    settings = ServerSettings(**NAMES, api_keys=("mine", "other"), store=file)
-    with (
-        serve(engine, settings=settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="mine", max_retries=0) as client,
-    ):
+    with openai_client(engine, api_key="mine", **NAMES, api_keys=("mine", "other"), store=file) as client:
         yield client
 
 
@@ -286,11 +283,9 @@ def test_wrong_fields(client: openai.OpenAI, path: str, body: Any, field: str) -
 
 
 def test_a_chain_has_limits(demo: lp.Model, tmp_path: Path) -> None:
-    settings = ServerSettings(**NAMES, store=tmp_path / "a.db", max_messages=4)
     with (
         lp.Engine(demo, n_ctx=512) as engine,
-        serve(engine, settings=settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(engine, **NAMES, store=tmp_path / "a.db", max_messages=4) as client,
     ):
         first = client.responses.create(**OPTIONS, input="Hello")
         second = client.responses.create(**OPTIONS, input="And?", previous_response_id=first.id)
@@ -362,7 +357,7 @@ def test_one_key_with_a_thousand_conversations(client: openai.OpenAI, other: ope
 
 # ---- without a store
 def test_without_a_store_nothing_is_stored(engine: lp.Engine) -> None:
-    with serve(engine, settings=ServerSettings(**NAMES)) as server, httpx.Client(base_url=server.url) as http:
+    with http_client(engine, **NAMES) as http:
         made = http.post("/v1/responses", json={**OPTIONS, "input": "Hello", "store": True})
         assert (made.headers["x-llamapipe-unused"], made.json()["store"]) == ("store", False)
         silent = http.post("/v1/responses", json={**OPTIONS, "input": "Hello"})
@@ -382,8 +377,7 @@ def test_without_a_store_nothing_is_stored(engine: lp.Engine) -> None:
 
 
 def test_strict_refuses_what_is_not_stored(engine: lp.Engine) -> None:
-    settings = ServerSettings(**NAMES, strict=True)
-    with serve(engine, settings=settings) as server, httpx.Client(base_url=server.url) as http:
+    with http_client(engine, **NAMES, strict=True) as http:
         answer = http.post("/v1/responses", json={**OPTIONS, "input": "Hello", "store": True})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "store")
 
@@ -394,8 +388,7 @@ def test_an_answer_that_fails_is_not_in_the_conversation(demo: lp.Model, tmp_pat
     file = tmp_path / "answers.db"
     with (
         lp.Engine(demo, n_ctx=512) as engine,
-        serve(engine, settings=ServerSettings(**NAMES, store=file)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(engine, **NAMES, store=file) as client,
     ):
         made = client.conversations.create().id
         closing_it = threading.Thread(target=engine.close, kwargs={"drain": False})
@@ -495,10 +488,8 @@ def test_an_answer_that_cannot_be_stored_is_sent(
 ) -> None:
     monkeypatch.setattr(_database, "_BUSY_S", 0.01)
     file = tmp_path / "answers.db"
-    settings = ServerSettings(**NAMES, store=file)
     with (
-        serve(engine, settings=settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(engine, **NAMES, store=file) as client,
         closing(sqlite3.connect(file, isolation_level=None)) as connection,
     ):
         connection.execute("BEGIN IMMEDIATE")

@@ -18,6 +18,7 @@ import openai
 import pytest
 import uvicorn
 from support.control import PATIENCE_S, Gate
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _responses, serve
@@ -44,10 +45,7 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 
 @contextmanager
 def served(engine: lp.Engine, **settings: Any) -> Iterator[httpx.Client]:
-    with (
-        serve(engine, settings=ServerSettings(model_names=("demo",), **settings)) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
-    ):
+    with http_client(engine, model_names=("demo",), **settings) as client:
         yield client
 
 

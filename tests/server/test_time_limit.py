@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from support.served import http_client
 
 import llamapipe as lp
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatDelta, Delta
-from llamapipe.server import _job, serve
+from llamapipe.server import _job
 from llamapipe.server._time_limit import chat_choice, text_choice, until_line
 
 LINES = 'root ::= ([a-z] "\\n")*'
@@ -27,8 +28,7 @@ LONG = {"max_tokens": 60, "grammar": LINES, "temperature": 0}
 def client(demo: lp.Model) -> Iterator[httpx.Client]:
     with (
         lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine,
-        serve(engine, port=0) as server,
-        httpx.Client(base_url=server.url, timeout=120) as found,
+        http_client(engine) as found,
     ):
         yield found
 

@@ -1,62 +1,88 @@
-"""Servers for the tests that others wrote."""
+"""Servers with a client each, and servers for the tests that others wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 from support.bert_model import bert_model
 from support.chat_templates import template
+from support.control import PATIENCE_S
 from support.gguf_models import infilling_model
 from support.scripted_model import terse_model
+
+if TYPE_CHECKING:
+    import openai
 
 TOOLS_TEMPLATE = "Qwen-Qwen3-0.6B"
 
 
 @contextmanager
-def demo_server(folder: Path, *names: str) -> Iterator[str]:
-    """The URL of a server whose model knows tools and can fill in, and of an encoder, under these names."""
-    path = infilling_model(folder / "demo.gguf")
+def http_client(
+    engine: lp.Engine | None,
+    *,
+    embedder: lp.Embedder | None = None,
+    timeout: float = PATIENCE_S,
+    **settings: Any,
+) -> Iterator[httpx.Client]:
+    """A client of a server with these settings, which ends with the block."""
+    with (
+        serve(engine, settings=ServerSettings(**settings), embedder=embedder) as server,
+        httpx.Client(base_url=server.url, timeout=timeout) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def openai_client(
+    engine: lp.Engine | None,
+    *,
+    embedder: lp.Embedder | None = None,
+    api_key: str = "none",
+    **settings: Any,
+) -> Iterator[openai.OpenAI]:
+    """The same with OpenAI's client, which does not ask again."""
+    import openai
+
+    with (
+        serve(engine, settings=ServerSettings(**settings), embedder=embedder) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def _with_encoder(path: Path, n_ctx: int = 4096, **settings: Any) -> Iterator[str]:
+    """The URL of a server of a model, which gets a template with tools, and of a small BERT."""
     with (
         lp.Model(path, chat_template=template(TOOLS_TEMPLATE).text) as model,
-        lp.Engine(model, n_ctx=4096, n_seq_max=8) as engine,
-        lp.Embedder(bert_model(folder / "bert.gguf", n_ctx=512)[0]) as embedder,
-        serve(
-            engine,
-            settings=ServerSettings(model_names=names, embedding_names=("text-embedding-3-small",)),
-            embedder=embedder,
-        ) as server,
+        lp.Engine(model, n_ctx=n_ctx, n_seq_max=8) as engine,
+        lp.Embedder(bert_model(path.with_name("bert.gguf"), n_ctx=512)[0]) as embedder,
+        serve(engine, settings=ServerSettings(**settings), embedder=embedder) as server,
     ):
         yield server.url
         engine.check_integrity()
 
 
-@contextmanager
-def ollama_server(folder: Path) -> Iterator[str]:
+def demo_server(folder: Path, *names: str) -> AbstractContextManager[str]:
+    """The URL of a server whose model knows tools and can fill in, and of an encoder, under these names."""
+    path = infilling_model(folder / "demo.gguf")
+    return _with_encoder(path, model_names=names, embedding_names=("text-embedding-3-small",))
+
+
+def ollama_server(folder: Path) -> AbstractContextManager[str]:
     """The same with Ollama's API: the models ``gemma4`` and ``bert``."""
-    settings = ServerSettings(model_names=("gemma4",), embedding_names=("bert",), ollama=True)
-    with (
-        lp.Model(infilling_model(folder / "demo.gguf"), chat_template=template(TOOLS_TEMPLATE).text) as model,
-        lp.Engine(model, n_ctx=4096, n_seq_max=8) as engine,
-        lp.Embedder(bert_model(folder / "bert.gguf", n_ctx=512)[0]) as embedder,
-        serve(engine, settings=settings, embedder=embedder) as server,
-    ):
-        yield server.url
-        engine.check_integrity()
+    path = infilling_model(folder / "demo.gguf")
+    return _with_encoder(path, model_names=("gemma4",), embedding_names=("bert",), ollama=True)
 
 
-@contextmanager
-def terse_server(folder: Path) -> Iterator[str]:
+def terse_server(folder: Path) -> AbstractContextManager[str]:
     """The URL of a server whose model, ``terse`` or ``other``, gives short values where JSON is forced."""
-    path = terse_model(folder / "terse.gguf", template(TOOLS_TEMPLATE).text)
-    settings = ServerSettings(model_names=("terse", "other"), ollama=True)
-    with (
-        lp.Engine(path, n_ctx=8192, n_seq_max=4) as engine,
-        lp.Embedder(bert_model(folder / "bert.gguf", n_ctx=512)[0]) as embedder,
-        serve(engine, settings=settings, embedder=embedder) as server,
-    ):
-        yield server.url
-        engine.check_integrity()
+    path = terse_model(folder / "terse.gguf")
+    return _with_encoder(path, n_ctx=8192, model_names=("terse", "other"), ollama=True)

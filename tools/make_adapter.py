@@ -22,6 +22,7 @@ import gguf
 import torch
 from demo_model.network import Network, Shape
 from demo_model.tokenizer import BOS, EOS, FIRST_PIECE, SPACE, Tokenizer
+from make_model import finish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -140,10 +141,7 @@ def write(path: Path, adapted: dict[str, Adapted], rank: int) -> None:
     for name, one in adapted.items():
         for half, values in (("a", one.a), ("b", one.b)):
             writer.add_tensor(f"{name}.lora_{half}", values.detach().half().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from make_model import rotation, vocabulary
+from make_model import finish, rotation, vocabulary
 
 Tensors = Mapping[str, npt.NDArray[np.floating[Any]]]
 _KINDS = {
@@ -136,10 +136,7 @@ def write_eagle3(
         writer.add_tensor(name, data, raw_dtype=kind)
     if tokens is not None:
         writer.add_tensor("d2t", np.array(tokens, np.int64))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Path(path)
 
 

@@ -195,11 +195,16 @@ def make_model(
         if n_rows > len(rows):
             rows = np.take(rows, np.arange(n_rows) % len(rows), axis=0)
         writer.add_tensor(name, rows.reshape(*dims[:-1], -1), raw_dtype=qtype)
+    finish(writer)
+    return Path(path)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all of a file and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Path(path)
 
 
 _F32 = gguf.GGMLQuantizationType.F32

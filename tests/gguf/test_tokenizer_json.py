@@ -39,10 +39,7 @@ def vocabulary(folder: Path, name: str, changes: dict[str, Any] | None = None) -
     writer = gguf.GGUFWriter(path, "llama")
     for key, field in fields.items():
         writer.add_key_value(key, field.value, field.type, field.sub_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    make_model.finish(writer)
     return path
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from support.adapters import finish, logits, make_adapter, merged, new_writer, rows, write_pairs
+from support.adapters import logits, make_adapter, merged, new_writer, rows, write_pairs
 from support.gguf_document import ARRAY, STRING, unpack
-from support.gguf_models import tiny_model
+from support.gguf_models import finish, tiny_model
 
 import llamapipe as lp
 from llamapipe.errors import EngineClosedError, InvalidRequestError, ModelLoadError

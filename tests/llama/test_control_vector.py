@@ -10,8 +10,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.adapters import TOKENS, finish, logits, make_adapter, make_control_vector, merged, rows, steered
-from support.gguf_models import PRESETS, make_model, recurrent_model
+from support.adapters import TOKENS, logits, make_adapter, make_control_vector, merged, rows, steered
+from support.gguf_models import PRESETS, finish, make_model, recurrent_model
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError, ModelLoadError

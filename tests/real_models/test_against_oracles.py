@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from support.numpy_model import embedding, logprobs
-from support.real_models import real_model, write_minilm
+from support.real_weights import real_model, write_minilm
 from tokenizers import Tokenizer
 
 import llamapipe as lp

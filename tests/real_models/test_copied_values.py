@@ -7,7 +7,7 @@ import sys
 from random import Random
 
 import pytest
-from support.real_models import needs_all, real_model
+from support.real_weights import needs_all, real_model
 
 import llamapipe as lp
 

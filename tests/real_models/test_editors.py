@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.real_models import real_model
+from support.real_weights import real_model
 from support.served import http_client
 
 import llamapipe as lp

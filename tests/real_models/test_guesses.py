@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.eager_gate import EagerGate
-from support.real_models import needs_all, real_model
+from support.real_weights import needs_all, real_model
 
 import llamapipe as lp
 from llamapipe.native.load import native

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.mixed_requests import mixed_requests, told_alone, told_among_others
-from support.real_models import needs_all, real_model
+from support.real_weights import needs_all, real_model
 
 import llamapipe as lp
 from llamapipe.native.load import native

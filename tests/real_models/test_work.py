@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from support.random_schemas import SchemaMaker
-from support.real_models import needs_all, real_model
+from support.real_weights import needs_all, real_model
 
 import llamapipe as lp
 from llamapipe.native.load import native

@@ -15,6 +15,7 @@ import llamapipe as lp
 from llamapipe.llama.adapter import AdapterSet
 from llamapipe.llama.context import Context
 from support.gguf_document import Tensor, unpack
+from support.gguf_models import finish
 
 MATRICES = r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight"
 
@@ -88,14 +89,6 @@ def write_pairs(path: Path, architecture: str, tensors: Mapping[str, np.ndarray]
         writer.add_tensor(name, values)
     finish(writer)
     return path
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    """Write everything and close the file."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def merged(path: Path, model: Path, adapters: Iterable[tuple[Path, float]]) -> Path:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+from support.gguf_models import finish
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsGetItem
 
 Floats = npt.NDArray[np.float32]
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -25,7 +31,6 @@ PIECES = [
     ",",
     ".",
 ]
-EPSILON = 1e-5
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 
 
@@ -33,9 +38,10 @@ POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 class Bert:
     """The weights, by the names of the file."""
 
-    weights: dict[str, Floats]
+    weights: SupportsGetItem[str, Floats]
     n_layer: int = 2
     n_head: int = 4
+    epsilon: float = 1e-5
 
     def hidden(self, tokens: Sequence[int]) -> Floats:
         """The last layer's output, ``(n_tokens, n_embd)``."""
@@ -71,7 +77,7 @@ class Bert:
 
     def _norm(self, x: Floats, name: str) -> Floats:
         centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self.epsilon)
         made: Floats = scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
         return made
 
@@ -81,11 +87,13 @@ def bert_model(
 ) -> tuple[Path, Bert]:
     """Writes the model, and returns its path and its weights."""
     rng = np.random.default_rng(seed)
-    n_embd, n_ff, bert = 64, 96, Bert({})
+    n_embd, n_ff = 64, 96
+    weights: dict[str, Floats] = {}
+    bert = Bert(weights)
 
     def put(name: str, *shape: int, scale: float = 1.0, about: float = 0.0) -> None:
         values = about + rng.standard_normal(shape) * scale / np.sqrt(shape[-1])
-        bert.weights[name] = values.astype(np.float32)
+        weights[name] = values.astype(np.float32)
 
     put("token_embd.weight", len(PIECES), n_embd, scale=8.0)
     put("position_embd.weight", n_ctx, n_embd, scale=4.0)
@@ -118,7 +126,7 @@ def bert_model(
     writer.add_embedding_length(n_embd)
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(bert.n_head)
-    writer.add_layer_norm_eps(EPSILON)
+    writer.add_layer_norm_eps(bert.epsilon)
     writer.add_causal_attention(False)
     writer.add_uint32("bert.pooling_type", POOLINGS[pooling])
     writer.add_vocab_size(len(PIECES))
@@ -131,10 +139,7 @@ def bert_model(
     writer.add_unk_token_id(UNK)
     writer.add_pad_token_id(PAD)
     writer.add_mask_token_id(MASK)
-    for name, values in bert.weights.items():
+    for name, values in weights.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path, bert

@@ -12,25 +12,13 @@ from pathlib import Path
 import llamapipe as lp
 from llamapipe.llama import Vocab
 from llamapipe.native.load import LIB_DIR, native
-
-
-class _TokenData(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int32), ("logit", ctypes.c_float), ("p", ctypes.c_float))
-
-
-class _Candidates(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.POINTER(_TokenData)),
-        ("size", ctypes.c_size_t),
-        ("selected", ctypes.c_int64),
-        ("sorted", ctypes.c_bool),
-    )
+from support.sampler_definitions import TokenData, TokenDataArray
 
 
 def allowed(library: ctypes.CDLL, sampler: int, vocab: Vocab) -> list[int]:
     """The tokens the grammar leaves, without ends of generation."""
-    rows = (_TokenData * vocab.n_vocab)(*[_TokenData(t, 0.0, 0.0) for t in range(vocab.n_vocab)])
-    candidates = _Candidates(rows, vocab.n_vocab, -1, False)
+    rows = (TokenData * vocab.n_vocab)(*[TokenData(t, 0.0, 0.0) for t in range(vocab.n_vocab)])
+    candidates = TokenDataArray(rows, vocab.n_vocab, -1, False)
     library.llama_sampler_apply(sampler, ctypes.byref(candidates))
     return [row.id for row in rows if row.logit == 0.0 and row.id not in vocab.eog_tokens]
 
@@ -43,7 +31,7 @@ def main(folder: str, n_tokens: int) -> None:
         library = ctypes.CDLL(str(path))
         library.llama_sampler_init_grammar.restype = ctypes.c_void_p
         library.llama_sampler_init_grammar.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
-        library.llama_sampler_apply.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Candidates)]
+        library.llama_sampler_apply.argtypes = [ctypes.c_void_p, ctypes.POINTER(TokenDataArray)]
         library.llama_sampler_accept.argtypes = [ctypes.c_void_p, ctypes.c_int32]
         library.llama_sampler_free.argtypes = [ctypes.c_void_p]
         for text in sorted(Path(folder).iterdir()):

@@ -6,16 +6,12 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+import gguf
+
 BOOL, STRING, ARRAY = 7, 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-# ggml's number of a tensor type: values in a block, bytes of a block.
-BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84),
-    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
-    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
-    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
-    40: (64, 36), 41: (128, 18), 42: (64, 18),
-}  # fmt: skip
+# ggml's number of a tensor type: values in a block, bytes of a block. gguf has not got the newest of them.
+BLOCKS = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()} | {9: (32, 36), 42: (64, 18)}
 
 
 @dataclass

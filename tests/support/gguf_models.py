@@ -14,7 +14,7 @@ from support.gguf_document import ARRAY, BOOL, STRING, unpack
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.append(str(TOOLS))
 
-from make_model import PRESETS, Shape, find_source, make_model  # noqa: E402
+from make_model import PRESETS, Shape, find_source, finish, make_model  # noqa: E402
 from model_shapes import ARCHITECTURES  # noqa: E402
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PRESETS",
     "Shape",
     "find_source",
+    "finish",
     "make_model",
     "tiny_architecture",
     "tiny_model",
@@ -38,6 +39,15 @@ def tiny_architecture(path: Path, name: str, vocab: str = "builtin-spm", type_na
     return make_model(path, shape=ARCHITECTURES[name].shrunk(), type_name=type_name, vocab=vocab)
 
 
+def add_words(writer: gguf.GGUFWriter, n: int) -> None:
+    """A vocabulary of ``n`` tokens, words after the three special ones."""
+    writer.add_vocab_size(n)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(n - 3))])
+    writer.add_token_scores([-float(i) for i in range(n)])
+    writer.add_token_types([2, 3, 3] + [1] * (n - 3))
+
+
 def split_model(path: Path, folder: Path, n_each: int) -> list[Path]:
     """A model's parts, as llama.cpp's tools write them: the first has no tensors, the others have ``n_each``."""
     folder.mkdir()
@@ -52,10 +62,7 @@ def split_model(path: Path, folder: Path, n_each: int) -> list[Path]:
             writer.add_key_value(key, field.contents(), field.types[0], sub_type)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return sorted(folder.iterdir())
 
 
@@ -125,12 +132,7 @@ def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int 
     writer.add_ssm_inner_size(n_inner)
     writer.add_ssm_state_size(n_state)
     writer.add_ssm_time_step_rank(n_rank)
-    writer.add_vocab_size(n_vocab)
-    writer.add_tokenizer_model("llama")
-    pieces = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(n_vocab - 3))]
-    writer.add_token_list(pieces)
-    writer.add_token_scores([-float(i) for i in range(n_vocab)])
-    writer.add_token_types([2, 3, 3] + [1] * (n_vocab - 3))
+    add_words(writer, n_vocab)
     rng = np.random.default_rng(1)
 
     def put(name: str, *shape: int, scale: float = 1.0) -> None:
@@ -151,10 +153,7 @@ def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int 
         writer.add_tensor(f"blk.{i}.ssm_a", decay)
         put(f"blk.{i}.ssm_d", n_inner)
         put(f"blk.{i}.ssm_out.weight", n_embd, n_inner, scale=3.0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -178,10 +177,7 @@ def encoder_decoder_model(path: Path, architecture: str = "t5") -> Path:
     writer.add_token_types([2, 3, 3] + [6] * 256)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     writer.add_tensor("token_embd.weight", np.ones((n_vocab, n_embd), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -15,20 +15,7 @@ from support.gguf_document import ARRAY, BLOCKS, SCALARS, STRING, Document, Entr
 from support.gguf_models import find_source
 
 MOST_BYTES = 64 * 2**20  # of tensors; a changed size may ask for more
-HUGE = (
-    0,
-    1,
-    2,
-    255,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
-)
+HUGE = (0, 1, 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 FLOATS = (0.0, -0.0, -1.0, 1.0, 1e-30, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
 TEXTS = (
     b"",
@@ -42,39 +29,12 @@ TEXTS = (
     b"x" * 70,
     b"y" * 9000,
 )
-TOKENIZERS: tuple[bytes, ...] = (
-    b"llama",
-    b"gpt2",
-    b"bert",
-    b"t5",
-    b"rwkv",
-    b"plamo2",
-    b"gemma4",
-    b"test",
-    b"none",
-    b"no_vocab",
-)
-TOKENIZERS += (b"hybriddna", b"whitespace", b"", b"unheard-of")
-PRES: tuple[bytes, ...] = (
-    b"default",
-    b"llama-bpe",
-    b"gpt-2",
-    b"qwen2",
-    b"gemma4",
-    b"whitespace",
-    b"tekken",
-    b"sarvam-moe",
-    b"deepseek-llm",
-)
-PRES += (
-    b"command-r",
-    b"smaug-bpe",
-    b"chatglm-bpe",
-    b"superbpe",
-    b"kimi-k2",
-    b"granite-embed-multi-311m",
-    b"falcon",
-)
+TOKENIZERS = b"llama gpt2 bert t5 rwkv plamo2 gemma4 test none no_vocab hybriddna whitespace".split()
+TOKENIZERS += b"", b"unheard-of"
+PRES = (
+    b"default llama-bpe gpt-2 qwen2 gemma4 whitespace tekken sarvam-moe deepseek-llm command-r smaug-bpe chatglm-bpe "
+    b"superbpe kimi-k2 granite-embed-multi-311m falcon"
+).split()
 IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "cls", "fim_pre", "fim_pad")
 # Optional keys that llama.cpp reads for this architecture or for all: type and rest of the key.
 OPTIONAL = (

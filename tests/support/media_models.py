@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from llamapipe import demo_model_path
 from support.gguf_document import ARRAY, STRING, Tensor, unpack
+from support.gguf_models import finish
 
 IDEFICS3_TOKENS = ("\n\n", "\n", "<fake_token_around_image>", "<global-img>")
 _IMAGE, _PATCH, _WIDTH, _INNER = 64, 16, 32, 64
@@ -76,10 +77,7 @@ class _Projector:
             self.writer.add_tensor(f"{name}.bias", np.zeros(n, np.float32))
 
     def write(self) -> Path:
-        self.writer.write_header_to_file()
-        self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
-        self.writer.close()
+        finish(self.writer)
         return self.path
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from support.gguf_models import add_words, finish
+
 N_VOCAB, N_EMBD, N_HEAD, N_FF, N_WINDOW = 128, 32, 2, 64, 16
 
 
@@ -23,11 +25,7 @@ class _Weights:
         writer.add_head_count(N_HEAD)
         writer.add_head_count_kv(n_head_kv)
         writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_vocab_size(N_VOCAB)
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(N_VOCAB - 3))])
-        writer.add_token_scores([-float(i) for i in range(N_VOCAB)])
-        writer.add_token_types([2, 3, 3] + [1] * (N_VOCAB - 3))
+        add_words(writer, N_VOCAB)
         self.put("token_embd.weight", N_VOCAB, N_EMBD)
 
     def put(self, name: str, *shape: int, scale: float = 2.0) -> None:
@@ -59,10 +57,7 @@ class _Weights:
 
     def write(self) -> None:
         """Writes the file."""
-        self.writer.write_header_to_file()
-        self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
-        self.writer.close()
+        finish(self.writer)
 
 
 def sliding_window_model(path: Path) -> Path:

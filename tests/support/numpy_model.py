@@ -16,6 +16,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from support.bert_model import Bert
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -116,27 +118,8 @@ def logprobs(
 def embedding(path: Path, tokens: Sequence[int]) -> Floats:
     """The mean of bert's last layer over ``tokens``, of length 1: ``(n_embd,)``."""
     w = opened(path)
-    epsilon, n_head = w.field("attention.layer_norm_epsilon"), w.field("attention.head_count")
-
-    def norm(x: Floats, name: str) -> Floats:
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
-        made: Floats = scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
-        return made
-
-    n = len(tokens)
-    x = w.rows("token_embd.weight", tokens) + w["position_embd.weight"][:n] + w["token_types.weight"][0]
-    x = norm(x, "token_embd_norm")
-    for i in range(w.field("block_count")):
-        layer = f"blk.{i}"
-        q, k, v = (
-            w.linear(x, f"{layer}.attn_{part}").reshape(n, n_head, -1).transpose(1, 0, 2) for part in "qkv"
-        )
-        mixed = _attention(q, k, v, np.zeros((n, n), bool)).transpose(1, 0, 2).reshape(n, -1)
-        x = norm(x + w.linear(mixed, f"{layer}.attn_output"), f"{layer}.attn_output_norm")
-        up = _gelu_tanh(w.linear(x, f"{layer}.ffn_up"))
-        x = norm(x + w.linear(up, f"{layer}.ffn_down"), f"{layer}.layer_output_norm")
-    mean = x.mean(0)
+    sizes = w.field("block_count"), w.field("attention.head_count"), w.field("attention.layer_norm_epsilon")
+    mean = Bert(w, *sizes).hidden(tokens).mean(0)
     made: Floats = mean / np.linalg.norm(mean)
     return made
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from llamapipe.llama import Vocab
 from llamapipe.native.load import LIB_DIR
 from support.chains import Chain
+from support.gguf_models import add_words, finish
 
 Row = npt.NDArray[np.float32]
 # Around the 32 and 64 lanes of the scans; below and above 128 and 1024 candidates, where llama.cpp sorts differently.
@@ -174,16 +175,9 @@ def vocab_model(path: Path, n: int) -> Path:
     """A vocabulary of `n` tokens without weights."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
-    writer.add_vocab_size(n)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(n - 3))])
-    writer.add_token_scores([-float(i) for i in range(n)])
-    writer.add_token_types([2, 3, 3] + [1] * (n - 3))
+    add_words(writer, n)
     writer.add_eos_token_id(2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

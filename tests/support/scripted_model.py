@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from support.gguf_models import finish
+
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # token types of llama.h
 BOS, EOS = "<s>", "</s>"
 _BYTES = [("<unk>", UNKNOWN), (BOS, CONTROL), (EOS, CONTROL), *((f"<0x{i:02X}>", BYTE) for i in range(256))]
@@ -165,8 +167,5 @@ def _write(
         writer.add_tensor(f"blk.0.attn_{name}.weight", np.zeros(shape, np.float32))
     for name, shape in (("gate", (32, width)), ("up", (32, width)), ("down", (width, 32))):
         writer.add_tensor(f"blk.0.ffn_{name}.weight", np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

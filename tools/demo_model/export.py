@@ -4,6 +4,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from make_model import finish
 from torch import Tensor
 
 from .network import Network
@@ -43,10 +44,7 @@ def write_gguf(path: Path, network: Network, tokenizer: Tokenizer) -> None:
     for name, weight in network.state_dict().items():
         writer_name = name.replace("blocks.", "blk.")
         _write_tensor(writer, writer_name, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:

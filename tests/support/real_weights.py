@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
-_TOOL = Path(__file__).resolve().parents[2] / "tools" / "real_models.py"
+from support.gguf_models import TOOLS, finish
+
 _WANTED = os.environ.get("LLAMAPIPE_REAL_MODELS", "").split(",")
 
 needs_all = pytest.mark.skipif("all" not in _WANTED, reason="takes minutes: nox -s real_models")
@@ -22,7 +23,9 @@ def real_model(name: str) -> Path:
     """The path of a model; the test is skipped where LLAMAPIPE_REAL_MODELS names neither it nor ``all``."""
     if name not in _WANTED and "all" not in _WANTED:
         pytest.skip("fetches models of 2 GB: nox -s real_models")
-    done = subprocess.run([sys.executable, str(_TOOL), name], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, TOOLS / "real_models.py", name], stdout=subprocess.PIPE, text=True, check=True
+    )
     return Path(done.stdout.strip().splitlines()[-1])
 
 
@@ -74,8 +77,5 @@ def write_minilm(path: Path) -> Path:
             stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
             writer.add_tensor(stored, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

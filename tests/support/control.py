@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import llamapipe as lp
+from llamapipe._engine.runtime.thread import EngineThread
 from support.inside import executor_of, inbox_of, n_steps_of, replace_executor, thread_of
 
 PATIENCE_S = 120.0  # a test that waits longer fails; busy machines were seen to stand still for half a minute
@@ -118,16 +119,21 @@ class Gate:
         return getattr(self._executor, name)
 
 
-@contextmanager
-def held(engine: lp.Engine) -> Iterator[None]:
+def held(engine: lp.Engine) -> AbstractContextManager[None]:
     """Holds the engine thread between two steps, so that requests arrive together. A list is one command."""
+    return held_thread(thread_of(engine))
+
+
+@contextmanager
+def held_thread(thread: EngineThread) -> Iterator[None]:
+    """The same with the thread."""
     reached, go_on = threading.Event(), threading.Event()
 
     def stand() -> None:
         reached.set()
         go_on.wait(PATIENCE_S)
 
-    thread_of(engine).call(stand)
+    thread.call(stand)
     assert reached.wait(PATIENCE_S)
     try:
         yield

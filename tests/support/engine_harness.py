@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from queue import Empty
 from time import perf_counter
 from typing import Any, cast
@@ -23,7 +22,7 @@ from llamapipe._engine.runtime.thread import EngineThread
 from llamapipe._sync.streams import Generation, Stream
 from llamapipe.results import Completion
 from llamapipe.streams import BUFFER_TOKENS
-from support.control import PATIENCE_S, Worker, wait_until
+from support.control import PATIENCE_S, Worker, held_thread, wait_until
 from support.fakes import N_VOCAB, FakeContext, FakeSampler, continuation
 from support.memory import cache_of
 
@@ -200,21 +199,9 @@ class EngineHarness:
         assert ident is not None
         wait_until(lambda: sys._current_frames()[ident].f_code.co_name == "run_next")
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Holds the thread between two steps: what is asked meanwhile comes to it all at once."""
-        reached, go_on = threading.Event(), threading.Event()
-
-        def stand() -> None:
-            reached.set()
-            go_on.wait(PATIENCE_S)
-
-        self.engine_thread.call(stand)
-        assert reached.wait(PATIENCE_S)
-        try:
-            yield
-        finally:
-            go_on.set()
+        return held_thread(self.engine_thread)
 
     def close(self, drain: bool = True) -> None:
         """Closes within reason; then nothing is left of anybody."""

@@ -28,6 +28,7 @@ from llamapipe._engine.policy.core import (
 )
 from llamapipe._engine.policy.scoring import TokenScore
 from llamapipe.errors import ContextFullError, EngineClosedError, NoToken
+from support.control import Launch
 
 N_VOCAB = 101
 
@@ -90,15 +91,6 @@ def score_of(said: int, target: int, n_top: int, n_vocab: int = N_VOCAB) -> Toke
     """What the fake model's row that says a token says of another one."""
     top = [((said + i) % n_vocab, -float(i)) for i in range(n_top)]
     return TokenScore(-float((target - said) % n_vocab), target == said, top)
-
-
-class Launch(NamedTuple):
-    """A batch as it was launched."""
-
-    tokens: list[int]
-    positions: list[int]
-    seq_ids: list[int]
-    outputs: list[int]
 
 
 class FakeSampler:

@@ -5,7 +5,6 @@ Each is a file of some hundred kilobytes to a few megabytes, as a client may sen
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,17 +12,11 @@ from collections.abc import Callable
 from PIL import Image
 
 from support.media_models import picture
-from support.media_mutants import wav
-
-
-def _saved(kind: str, image: Image.Image, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
+from support.media_mutants import chunk, saved, wav
 
 
 def _small(kind: str, **options: object) -> bytes:
-    return _saved(kind, Image.fromarray(picture(48, 32)), **options)
+    return saved(kind, Image.fromarray(picture(48, 32)), **options)
 
 
 # ---- JPEG
@@ -79,10 +72,6 @@ def _jpeg_mpo() -> bytes:
 
 
 # ---- PNG
-def _chunk(name: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-
 def _png_with(chunks: bytes) -> bytes:
     png = _small("PNG")
     return png[:33] + chunks + png[33:]
@@ -96,33 +85,37 @@ def _png_frames(n: int) -> bytes:
     control = struct.pack(">IIIIIHHBB", 0, 48, 32, 0, 0, 1, 100, 0, 0)
     png = _small("PNG")
     frame = struct.pack(">I", 2) + zlib.compress(bytes(32 * (48 * 3 + 1)), 9)
-    frames = (_chunk(b"fcTL", control) + _chunk(b"fdAT", frame)) * n
-    return png[:33] + _chunk(b"acTL", struct.pack(">II", n, 0)) + png[33:-12] + frames + png[-12:]
+    frames = (chunk(b"fcTL", control) + chunk(b"fdAT", frame)) * n
+    return png[:33] + chunk(b"acTL", struct.pack(">II", n, 0)) + png[33:-12] + frames + png[-12:]
 
 
 def _png_of_pieces() -> bytes:
     png = _small("PNG")
-    return png[:33] + _chunk(b"IDAT", b"") * 200_000 + png[33:]
+    return png[:33] + chunk(b"IDAT", b"") * 200_000 + png[33:]
 
 
 # ---- GIF
-def _gif_with(blocks: bytes) -> bytes:
-    gif = _saved("GIF", Image.fromarray(picture(48, 32)).convert("P"))
+def _gif(image: Image.Image) -> tuple[bytes, bytes]:
+    """The head with its palette, and what comes after."""
+    gif = saved("GIF", image)
     head = 13 + (3 << ((gif[10] & 7) + 1) if gif[10] & 0x80 else 0)
-    return gif[:head] + blocks + gif[head:]
+    return gif[:head], gif[head:]
+
+
+def _gif_with(blocks: bytes) -> bytes:
+    head, rest = _gif(Image.fromarray(picture(48, 32)).convert("P"))
+    return head + blocks + rest
 
 
 def _gif_frames() -> bytes:
-    gif = _saved("GIF", Image.fromarray(picture(48, 32)[:, :, 0]))
-    head = 13 + (3 << ((gif[10] & 7) + 1) if gif[10] & 0x80 else 0)
-    return gif[:head] + gif[head:-1] * 1000 + b";"
+    head, rest = _gif(Image.fromarray(picture(48, 32)[:, :, 0]))
+    return head + rest[:-1] * 1000 + b";"
 
 
 def _gif_of_pieces() -> bytes:
-    gif = _saved("GIF", Image.fromarray(picture(48, 32)[:, :, 0]))
-    head = 13 + (3 << ((gif[10] & 7) + 1) if gif[10] & 0x80 else 0)
-    at = gif.index(b",", head) + 11
-    return gif[:at] + b"\x01\x00" * 600_000 + b"\0;"
+    head, rest = _gif(Image.fromarray(picture(48, 32)[:, :, 0]))
+    at = rest.index(b",") + 11
+    return head + rest[:at] + b"\x01\x00" * 600_000 + b"\0;"
 
 
 # ---- WebP
@@ -169,12 +162,12 @@ IMAGES: dict[str, tuple[bool, Callable[[], bytes]]] = {
         _segment(0xED, b"Photoshop 3.0\0" + (b"8BIM\4\4\0\0" + bytes(4)) * 5000) * 100)),
     "jpeg with a large directory": (True, _jpeg_exif),
     "jpeg with further pictures": (True, _jpeg_mpo),
-    "png of texts": (True, lambda: _png_with(_chunk(b"zTXt", b"a\0\0" + _unpacks_to(2**20 - 1)) * 60)),
+    "png of texts": (True, lambda: _png_with(chunk(b"zTXt", b"a\0\0" + _unpacks_to(2**20 - 1)) * 60)),
     "png of international texts": (True, lambda: _png_with(
-        _chunk(b"iTXt", b"a\0\1\0\0\0" + _unpacks_to(2**20 - 1)) * 2000)),
-    "png of profiles": (True, lambda: _png_with(_chunk(b"iCCP", b"a\0\0" + _unpacks_to(2**20 - 1)) * 3000)),
-    "png with a large directory": (True, lambda: _png_with(_chunk(b"eXIf", _directory(60_000)))),
-    "png of empty chunks": (False, lambda: _png_with(_chunk(b"teSt", b"") * 300_000)),
+        chunk(b"iTXt", b"a\0\1\0\0\0" + _unpacks_to(2**20 - 1)) * 2000)),
+    "png of profiles": (True, lambda: _png_with(chunk(b"iCCP", b"a\0\0" + _unpacks_to(2**20 - 1)) * 3000)),
+    "png with a large directory": (True, lambda: _png_with(chunk(b"eXIf", _directory(60_000)))),
+    "png of empty chunks": (False, lambda: _png_with(chunk(b"teSt", b"") * 300_000)),
     "png of empty pixels": (False, _png_of_pieces),
     "png of frames": (True, lambda: _png_frames(5000)),
     "gif of comments": (False, lambda: _gif_with(b"!\xfe\1a\0" * 200_000)),

@@ -19,6 +19,7 @@ from llamapipe.server._responses import messages_of
 from llamapipe.server._tools import tools_of
 from support.control import PATIENCE_S, wait_until
 from support.mcp_servers import PROGRAM, entry, write_file
+from support.run_script import free_port
 from support.scripted_model import turns_model
 
 Call = tuple[str, Mapping[str, Any]]
@@ -65,9 +66,7 @@ class Agent:
 @contextmanager
 def http_server(folder: Path) -> Iterator[str]:
     """The address of a server over HTTP with the tools of ``good``."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
 
     def listens() -> bool:
         with socket.socket() as sock:

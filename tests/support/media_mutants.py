@@ -36,7 +36,8 @@ def wav(
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
 
 
-def _saved(kind: str, image: Image.Image, **options: object) -> bytes:
+def saved(kind: str, image: Image.Image, **options: object) -> bytes:
+    """An image as a file."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -52,22 +53,22 @@ def whole() -> dict[str, bytes]:
     mpeg = bytes.fromhex("fffb9064") + bytes(413)
     flac = b"fLaC" + bytes.fromhex("80000022100010000000000000000ac442f000000000") + bytes(16)
     return {
-        "png": _saved("PNG", one),
-        "png of 1 bit": _saved("PNG", one.convert("1")),
-        "png with a palette": _saved("PNG", one.convert("P"), transparency=3),
-        "png of 16 bits": _saved("PNG", Image.fromarray(picture(48, 32)[:, :, 0].astype(np.uint16) * 257)),
-        "png with alpha": _saved("PNG", one.convert("RGBA")),
-        "apng": _saved("PNG", same[0], save_all=True, append_images=same[1:]),
-        "jpeg": _saved("JPEG", one, exif=turned),
-        "jpeg, progressive": _saved("JPEG", one, progressive=True),
-        "jpeg of 4 colours": _saved("JPEG", one.convert("CMYK")),
-        "gif": _saved("GIF", one.convert("P")),
-        "gif that moves": _saved("GIF", same[0], save_all=True, append_images=same[1:], duration=20, loop=0),
-        "webp": _saved("WEBP", one),
-        "webp without loss": _saved("WEBP", one.convert("RGBA"), lossless=True),
-        "webp that moves": _saved("WEBP", same[0], save_all=True, append_images=same[1:]),
-        "bmp": _saved("BMP", one),
-        "bmp with a palette": _saved("BMP", one.convert("P")),
+        "png": saved("PNG", one),
+        "png of 1 bit": saved("PNG", one.convert("1")),
+        "png with a palette": saved("PNG", one.convert("P"), transparency=3),
+        "png of 16 bits": saved("PNG", Image.fromarray(picture(48, 32)[:, :, 0].astype(np.uint16) * 257)),
+        "png with alpha": saved("PNG", one.convert("RGBA")),
+        "apng": saved("PNG", same[0], save_all=True, append_images=same[1:]),
+        "jpeg": saved("JPEG", one, exif=turned),
+        "jpeg, progressive": saved("JPEG", one, progressive=True),
+        "jpeg of 4 colours": saved("JPEG", one.convert("CMYK")),
+        "gif": saved("GIF", one.convert("P")),
+        "gif that moves": saved("GIF", same[0], save_all=True, append_images=same[1:], duration=20, loop=0),
+        "webp": saved("WEBP", one),
+        "webp without loss": saved("WEBP", one.convert("RGBA"), lossless=True),
+        "webp that moves": saved("WEBP", same[0], save_all=True, append_images=same[1:]),
+        "bmp": saved("BMP", one),
+        "bmp with a palette": saved("BMP", one.convert("P")),
         "sound of 8 bits": wav(8),
         "sound of 16 bits": wav(16, 2, 8000),
         "sound of 24 bits": wav(24, 1, 44100),
@@ -130,8 +131,13 @@ def _with_sums(data: bytearray) -> bytearray:
     """A PNG whose chunks have the right sums, so that damage is not found by these."""
     made = data[:8]
     for kind, body in _chunks(data):
-        made += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        made += chunk(kind, body)
     return made
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A chunk of a PNG, with the right sum."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def _chunks(data: bytearray) -> Iterator[tuple[bytes, bytes]]:

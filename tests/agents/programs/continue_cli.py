@@ -1,12 +1,8 @@
 """@continuedev/cli: `cn -p` runs three commands, each in its own turn, over OpenAI's chat API."""
 
-import os
-import subprocess
-from pathlib import Path
+from session import HOME, MODEL, PROMPT, URL, run
 
-URL, MODEL, BIN = os.environ["AGENT_URL"], os.environ["AGENT_MODEL"], os.environ["AGENT_BIN"]
-home = Path(os.environ["HOME"])
-config = home / "config.yaml"
+config = HOME / "config.yaml"
 config.write_text(
     f"""\
 name: llamapipe
@@ -22,23 +18,9 @@ models:
     capabilities: [tool_use]
 """
 )
-work = home / "work"
-work.mkdir()
-done = subprocess.run(
-    [f"{BIN}/cn", "--config", str(config), "--auto", "-p", "Write one, two and three into done.txt."],
-    cwd=work,
-    env={
-        **os.environ,
-        "PWD": str(work),
-        "CONTINUE_CLI_ENABLE_TELEMETRY": "0",
-        "CONTINUE_GLOBAL_DIR": str(home / ".continue"),
-    },
-    capture_output=True,
-    text=True,
-    stdin=subprocess.DEVNULL,
-    check=False,
+run(
+    *("cn", "--config", str(config), "--auto", "-p", PROMPT),
+    api="chat",
+    CONTINUE_CLI_ENABLE_TELEMETRY="0",
+    CONTINUE_GLOBAL_DIR=str(HOME / ".continue"),
 )
-assert done.returncode == 0, done.stdout + done.stderr
-assert (work / "done.txt").read_text() == "one\ntwo\nthree\n", done.stdout + done.stderr
-assert "DONE" in done.stdout, done.stdout
-print("did: a session of four turns with three commands (chat, streamed)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     import llamapipe as lp
 
 # Nothing native is imported here: tests of the build run before there is a library.
+
+with suppress(ImportError):  # not every session has it
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine examples are slow, whatever is tested.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def _engine_threads() -> set[threading.Thread]:

@@ -220,8 +220,7 @@ class _Parser:
                 f"the array {key!r} claims {count} strings, but only {self._size - self._pos} bytes are left:"
                 " the file is truncated or damaged"
             )
-        starts: list[npt.NDArray[np.int64]] = []
-        lengths: list[npt.NDArray[np.int64]] = []
+        starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         left, patience = count, 64
         while left:
             chain = self._chain(left) if left > 32 else None
@@ -232,8 +231,6 @@ class _Parser:
             starts.append(chain[0])
             lengths.append(chain[1])
             left -= len(chain[0])
-        if not starts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:

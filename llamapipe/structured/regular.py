@@ -80,15 +80,14 @@ class _Repeat(NamedTuple):
     suffix: str
 
 
-class _Sequence(NamedTuple):
+class _Group(NamedTuple):
+    """A sequence or, with a bar between them, alternatives."""
+
     nodes: tuple[_Node, ...]
+    bar: str = ""
 
 
-class _Either(NamedTuple):
-    nodes: tuple[_Node, ...]
-
-
-_Node: TypeAlias = "_Ref | _Lexeme | _Repeat | _Sequence | _Either"
+_Node: TypeAlias = "_Ref | _Lexeme | _Repeat | _Group"
 
 
 class _Token(NamedTuple):
@@ -211,7 +210,7 @@ class _Parser:
         nodes = [self._sequence()]
         while self._follows_bar():
             nodes.append(self._sequence())
-        return nodes[0] if len(nodes) == 1 else _Either(tuple(nodes))
+        return nodes[0] if len(nodes) == 1 else _Group(tuple(nodes), "|")
 
     def _follows_bar(self) -> bool:
         """Consume a bar, which may be on the next line."""
@@ -231,7 +230,7 @@ class _Parser:
                 break
         if self._takes("->"):
             self._name()
-        return nodes[0] if len(nodes) == 1 else _Sequence(tuple(nodes))
+        return nodes[0] if len(nodes) == 1 else _Group(tuple(nodes))
 
     _in_group = 0  # number of open brackets; within them, a new line is a space
 
@@ -354,7 +353,7 @@ class _Writer:
                 raise InvalidRequestError(
                     f"as a regular expression, which a call needs, the grammar has more than {_MOST_WRITTEN} characters"
                 )
-        return "".join(parts) if isinstance(node, _Sequence) else f"(?:{'|'.join(parts)})"
+        return f"(?:{'|'.join(parts)})" if node.bar else "".join(parts)
 
     def _rule(self, name: str, after: str) -> str:
         if name not in self._rules:

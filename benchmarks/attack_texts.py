@@ -12,19 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-from local_server import free_port, healthy
+from local_server import SERVE, running
 
 import llamapipe as lp
 
@@ -38,23 +34,6 @@ BODIES = {
         "max_tokens": 1,
     },
 }
-
-
-@contextmanager
-def server(model: str, *options: str) -> Iterator[tuple[int, int]]:
-    """A server in another process, with its port and process id."""
-    port = free_port()
-    command = [sys.executable, "-m", "llamapipe", "serve", "-m", model, "--port", str(port), *options]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while not healthy(port):
-            if child.poll() is not None:
-                raise RuntimeError(f"the server does not start: {' '.join(command)}")
-            time.sleep(0.05)
-        yield port, child.pid
-    finally:
-        child.terminate()
-        child.wait()
 
 
 def memory(pid: int, field: str = "VmRSS") -> float:
@@ -106,7 +85,7 @@ class Stream(threading.Thread):
 def measure(model: str, name: str, *options: str) -> None:
     """Prints a row for each attack on a new server."""
     for path, content in BODIES.items():
-        with server(model, *options) as (port, pid), ThreadPoolExecutor(N_AT_ONCE) as pool:
+        with running(*SERVE, "-m", model, *options) as (port, pid), ThreadPoolExecutor(N_AT_ONCE) as pool:
             post(
                 port,
                 "/v1/chat/completions",

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import gguf
 import httpx
 import numpy as np
-from local_server import child_process, cpu_seconds, free_port
+from local_server import SERVE, Server, cpu_seconds, running
 
 sys.path.append(str(Path(__file__).resolve().parent / "compare"))
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -121,21 +121,20 @@ def report(found: dict[tuple[str, str], list[Figures]]) -> None:
         print(f"| {case} | {kind} | {rate:.1f} | {last:.2f} | {gap * 1e3:.0f} | {cpu:.2f} |", flush=True)
 
 
-def command(kind: str, model: Path, loras: list[Path], port: int, args: argparse.Namespace) -> list[str]:
+def command(kind: str, model: Path, loras: list[Path], args: argparse.Namespace) -> list[object]:
     """That starts a server."""
-    n_ctx, threads = args.prompt + args.tokens + 8, str(args.threads)
+    n_ctx, threads = args.prompt + args.tokens + 8, args.threads
     if kind == "llama-server":
-        files = [part for file in loras for part in ("--lora", str(file))]
+        files = [part for file in loras for part in ("--lora", file)]
         return [
-            str(find_peers().program("llama-server")), "-m", str(model), "--port", str(port), "-np", str(N),
-            "-c", str(N * n_ctx), "-t", threads, "-tb", threads, "-no-kvu", "--cache-ram", "0", "--log-disable",
-            "--lora-init-without-apply", *files,
+            find_peers().program("llama-server"), "-m", model, "-np", N, "-c", N * n_ctx, "-t", threads, "-tb", threads,
+            "-no-kvu", "--cache-ram", 0, "--log-disable", "--lora-init-without-apply", *files,
         ]  # fmt: skip
     named = [part for i, file in enumerate(loras) for part in ("--lora", f"{i}={file}")]
     itl = ["--max-itl-ms", "500"] if kind == "llamapipe max-itl" else []
     return [
-        sys.executable, "-m", "llamapipe", "serve", "-m", str(model), "--port", str(port), "--n-seq-max", str(N),
-        "--n-ctx", str(n_ctx), "--n-threads", threads, "--n-threads-batch", threads, "--no-page", *named, *itl,
+        *SERVE, "-m", model, "--n-seq-max", N, "--n-ctx", n_ctx, "--n-threads", threads, "--n-threads-batch", threads,
+        "--no-page", *named, *itl,
     ]  # fmt: skip
 
 
@@ -155,15 +154,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             loras = [write_lora(Path(folder) / f"{i}.gguf", model, args.rank, i) for i in range(4)]
             kinds = ["llamapipe", "llamapipe max-itl", "llamapipe none", "llama-server"]
-            ports: dict[str, tuple[int, int]] = {}
+            ports: dict[str, Server] = {}
             for kind in kinds:
-                port = free_port()
                 try:
-                    given = command(kind, model, [] if kind == "llamapipe none" else loras, port, args)
+                    given = command(kind, model, [] if kind == "llamapipe none" else loras, args)
                 except Missing as reason:
                     print(reason)
                     continue
-                ports[kind] = port, stack.enter_context(child_process(given, port))
+                ports[kind] = stack.enter_context(running(*given))
             four = [i // 2 for i in range(N)]
             cases: list[tuple[str, str, list[Any]]] = [
                 *(("one set", kind, [0] * N) for kind in ("llamapipe", "llama-server")),

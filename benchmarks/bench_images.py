@@ -31,7 +31,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from local_server import free_port, process
+from local_server import SERVE, running
 
 _TOKENS = ("<fake_token_around_image>", "<global-img>")
 _WIDTH, _INNER, _LAYERS, _HEADS = 768, 3072, 12, 12
@@ -188,10 +188,10 @@ def question(url: str, text: str = "What is this?") -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": text}, image]}]
 
 
-def measure(name: str, command: list[str], port: int, seconds: float, n_streams: int) -> None:
+def measure(name: str, command: list[object], seconds: float, n_streams: int) -> None:
     """Starts a server, measures and prints."""
-    with process(command, port):
-        client = Client(port)
+    with running(*command) as server:
+        client = Client(server.port)
         client.first_s(question(picture(0)))
         with client.streams(n_streams):
             threading.Event().wait(seconds / 2)
@@ -232,20 +232,13 @@ def main() -> int:
         found = subprocess.run([sys.executable, tool, "smollm2"], capture_output=True, text=True, check=True)
         make_text(Path(found.stdout.splitlines()[-1]), text)
         make_projector(projector)
-    n, threads = args.streams + 1, str(args.threads)
-    port = free_port()
-    ours = [
-        sys.executable, "-m", "llamapipe", "serve", "-m", str(text), "--mmproj", str(projector), "--port", str(port),
-        "--n-seq-max", str(n), "--n-ctx", "2048",
-    ]  # fmt: skip
-    measure("llamapipe", ours, port, args.seconds, args.streams)
+    n, model = args.streams + 1, ("-m", text, "--mmproj", projector)
+    ours = [*SERVE, *model, "--n-seq-max", n, "--n-ctx", 2048]
+    measure("llamapipe", ours, args.seconds, args.streams)
     if args.llama_server:
-        port = free_port()
-        theirs = [
-            str(args.llama_server), "-m", str(text), "--mmproj", str(projector), "--host", "127.0.0.1", "--port",
-            str(port), "-np", str(n), "-c", str(2048 * n), "-t", threads, "-tb", threads, "--jinja",
-        ]  # fmt: skip
-        measure("llama-server", theirs, port, args.seconds, args.streams)
+        threads = ("-t", args.threads, "-tb", args.threads)
+        theirs = [args.llama_server, *model, "-np", n, "-c", 2048 * n, *threads, "--jinja"]
+        measure("llama-server", theirs, args.seconds, args.streams)
     return 0
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import json
 import random
 import statistics
 import sys
@@ -19,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
-from local_server import free_port, process
+from local_server import post, running
 
 import llamapipe as lp
 
@@ -51,7 +50,7 @@ def all_of(ask: Ask, pool: ThreadPoolExecutor, prompts: Sequence[list[int]], n: 
     for answer in [pool.submit(ask, prompt, n) for prompt in prompts]:
         try:
             answer.result()
-        except RuntimeError:
+        except (RuntimeError, HTTPError):
             failed += 1
     if failed:
         print(f"    {failed} of {len(prompts)} requests failed")
@@ -107,15 +106,8 @@ def over_http(port: int) -> Ask:
     """Asks llama-server."""
 
     def ask(prompt: list[int], n: int) -> list[int]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        connection.close()
-        if answer.status != 200:
-            raise RuntimeError(text[:200])
-        made: list[int] = json.loads(text)["tokens"]
+        made: list[int] = post(port, "/completion", body)["tokens"]
         return made
 
     return ask
@@ -154,15 +146,13 @@ def measure(args: argparse.Namespace, work: Work) -> dict[str, list[float]]:
                 )
                 sides[f"llamapipe {layout}{name}"] = in_process(engine), engine
             if args.llama_server:
-                port = free_port()
                 n_cells = work.n_cells or work.n_slots * work.n_ctx
                 command = [
-                    str(args.llama_server), "-m", str(args.model), "--host", "127.0.0.1", "--port", str(port),
-                    "-np", str(work.n_slots), "-c", str(n_cells), "-t", str(args.threads), "-tb", str(args.threads),
-                    "-b", "2048", "-ub", "512", "--log-disable", "-kvu" if unified else "-no-kvu",
+                    args.llama_server, "-m", args.model, "-np", work.n_slots, "-c", n_cells, "-t", args.threads,
+                    "-tb", args.threads, "-b", 2048, "-ub", 512, "--log-disable", "-kvu" if unified else "-no-kvu",
                 ]  # fmt: skip
-                stack.enter_context(process(command, port))
-                sides[f"llama-server {layout}"] = over_http(port), None
+                server = stack.enter_context(running(*command))
+                sides[f"llama-server {layout}"] = over_http(server.port), None
         pool = stack.enter_context(ThreadPoolExecutor(work.n_clients))
         for i in range(args.rounds + 1):
             for name, (ask, side) in sides.items():

@@ -11,12 +11,9 @@ processor time of one thread (``--threads 1``) says more than the time to the fi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from local_server import child_process, cpu_seconds, free_port
+from local_server import SERVE, Server, cpu_seconds, post, running
 
 N_MORE = 20  # tokens after what is shared
 Post = Callable[[list[int]], int]  # asks for a token; prompt tokens that were computed
@@ -52,19 +49,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     n_ctx = args.shared + 424
-    n_threads = str(args.threads)
-    common = ["-m", str(args.model), "-np", str(args.slots), "-t", n_threads]
+    common = ["-m", args.model, "-np", args.slots, "-t", args.threads]
     with ExitStack() as stack:
-        sides: dict[str, tuple[int, int]] = {}  # port, process
-        ours = [sys.executable, "-m", "llamapipe_command", "serve", *common, "-c", str(n_ctx)]
-        port = free_port()
-        pid = stack.enter_context(child_process([*ours, "--port", str(port)], port))
-        sides["llamapipe"] = port, pid
+        sides: dict[str, Server] = {"llamapipe": stack.enter_context(running(*SERVE, *common, "-c", n_ctx))}
         if args.llama_server is not None:
-            theirs = [str(args.llama_server), *common, "-tb", n_threads, "-c", str(n_ctx * args.slots)]
-            port = free_port()
-            pid = stack.enter_context(child_process([*theirs, "--port", str(port), "--no-webui"], port))
-            sides["llama-server"] = port, pid
+            theirs = [args.llama_server, *common, "-tb", args.threads, "-c", n_ctx * args.slots, "--no-webui"]
+            sides["llama-server"] = stack.enter_context(running(*theirs))
         costs: dict[tuple[str, str], list[Cost]] = {}
         ideals: dict[str, int] = {}
         for i in range(args.rounds):
@@ -131,13 +121,7 @@ def works(rng: random.Random, n: int, n_slots: int) -> Iterator[Work]:
 def n_computed(port: int, prompt: list[int]) -> int:
     """One request for one token."""
     asked = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/completion",
-        json.dumps(asked).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return int(json.load(response)["timings"]["prompt_n"])
+    return int(post(port, "/completion", asked)["timings"]["prompt_n"])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from bench_server import Round, Side, over_http
-from local_server import free_port, process
+from local_server import SERVE, free_port, running
 
 WORDS = "fox bird tree house river stone cloud small old red green quick she he found lost under over home song".split()
 
@@ -27,17 +27,13 @@ def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
     """All rounds of both sides."""
     made: dict[str, list[Round]] = {"direct": [], "router": []}
     with contextlib.ExitStack() as stack:
-        ports = [free_port(), free_port()]
-        for port in ports:
-            command = [sys.executable, "-m", "llamapipe", "serve", "-m", str(args.model), "--port", str(port)]
-            command += ["--n-seq-max", str(args.streams), "--n-ctx", "512", "--n-threads", str(args.threads)]
-            command += ["--alias", "local", "--no-page"]
-            stack.enter_context(process(command, port))
-        router = free_port()
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(router)]
-        command += ["--host", "127.0.0.1", "--policy", "round_robin", "--prometheus-port", str(free_port())]
+        command = [*SERVE, "-m", args.model, "--n-seq-max", args.streams, "--n-ctx", 512]
+        command += ["--n-threads", args.threads, "--alias", "local", "--no-page"]
+        ports = [stack.enter_context(running(*command)).port for _ in range(2)]
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+        command += ["--policy", "round_robin", "--prometheus-port", free_port()]
         command += ["--log-level", "error", "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports)]
-        stack.enter_context(process(command, router))
+        router = stack.enter_context(running(*command)).port
         sides: dict[str, Side] = {
             "direct": over_http(ports, args.generate, "local"),
             "router": over_http(router, args.generate, "local"),

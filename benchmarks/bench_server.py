@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from local_server import free_port, process
+from local_server import SERVE, running
 
 import llamapipe as lp
 
@@ -129,26 +129,19 @@ def say(text: str) -> None:
 
 def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Round]]:
     """All rounds of all sides for a number of streams."""
-    port = free_port()
-    threads = str(args.threads)
-    ours = [
-        sys.executable, "-m", "llamapipe", "serve", "-m", str(args.model), "--port", str(port), "--n-seq-max", str(n),
-        "--n-ctx", str(N_CTX), "--n-threads", threads,
-    ]  # fmt: skip
+    ours = [*SERVE, "-m", args.model, "--n-seq-max", n, "--n-ctx", N_CTX, "--n-threads", args.threads]
     made: dict[str, list[Round]] = {}
     say(f"{n} streams: starting the servers")
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {
-            "llamapipe serve": over_http(stack.enter_context(process(ours, port)), args.generate)
+            "llamapipe serve": over_http(stack.enter_context(running(*ours)).port, args.generate)
         }
         if args.llama_server:
-            other = free_port()
             theirs = [
-                str(args.llama_server), "-m", str(args.model), "--host", "127.0.0.1", "--port", str(other),
-                "-np", str(n), "-c", str(n * N_CTX), "-t", threads, "-tb", threads, "-b", "2048",
-                "-ub", "512", "--no-cache-prompt", "--cache-ram", "0", "--log-disable", "-no-kvu",
+                args.llama_server, "-m", args.model, "-np", n, "-c", n * N_CTX, "-t", args.threads, "-tb", args.threads,
+                "-b", 2048, "-ub", 512, "--no-cache-prompt", "--cache-ram", 0, "--log-disable", "-no-kvu",
             ]  # fmt: skip
-            sides["llama-server"] = over_http(stack.enter_context(process(theirs, other)), args.generate)
+            sides["llama-server"] = over_http(stack.enter_context(running(*theirs)).port, args.generate)
         engine = stack.enter_context(lp.Engine(args.model, n_ctx=N_CTX, n_seq_max=n, n_threads=args.threads))
         sides["in process"] = in_process(engine, args.generate)
         rng = random.Random(n)

@@ -22,7 +22,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +34,7 @@ from typing import Any
 
 import httpx
 from bench_server import over_http
-from local_server import cpu_seconds, free_port, process
+from local_server import SERVE, cpu_seconds, running
 
 from llamapipe.cli._models_file import read_facts
 from llamapipe.fleet.catalog import ModelEntry
@@ -81,7 +80,7 @@ def front(files: dict[str, Path], memory: int | None, **options: int) -> Iterato
         listed.write_text("".join(f"[models.{name}]\nfile = {str(path)!r}\n" for name, path in files.items()))
         log = Path(folder, "log")
         given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command = [sys.executable, "-m", "llamapipe", "serve", "--models", str(listed), "--port", "0", *given]
+        command = [*SERVE, "--models", str(listed), "--port", "0", *given]
         if memory is not None:
             command += ["--memory", str(memory)]
         # As an installed package: without bytecode, compiling the sources is a third of a small model's load.
@@ -250,12 +249,10 @@ def through(files: dict[str, Path], rounds: int, streams: list[int], n_tokens: i
     rng = random.Random(1)
     path = files["large"]
     options = {"n_ctx": 256, "n_seq_max": SLOTS}
-    port = free_port()
-    direct = [sys.executable, "-m", "llamapipe", "serve", "-m", str(path), "--port", str(port)]
-    direct += ["--alias", "large", "--n-ctx", "256", "--n-seq-max", str(SLOTS)]
-    with front({"large": path}, None, **options) as server, process(direct, port):
+    command = [*SERVE, "-m", path, "--alias", "large", "--n-ctx", 256, "--n-seq-max", SLOTS]
+    with front({"large": path}, None, **options) as server, running(*command) as direct:
         sides = {
-            "direct": over_http(port, n_tokens, "large"),
+            "direct": over_http(direct.port, n_tokens, "large"),
             "front": over_http(server.port, n_tokens, "large"),
         }
         for n in streams:

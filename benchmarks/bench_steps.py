@@ -19,12 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import re
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,7 +31,7 @@ from typing import Any
 
 sys.path[0:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from local_server import child_process, cpu_seconds, free_port, process  # noqa: E402
+from local_server import SERVE, cpu_seconds, post, running  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
 from llamapipe._engine.policy.speculation import Gate  # noqa: E402
@@ -371,20 +369,15 @@ def print_costs(model: lp.Model, draft: Path) -> None:
 
 def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> None:
     """Prints the tokens a second of each server, and ours over each of the others."""
-    theirs = [
-        str(llama_server), "-m", str(model), "-np", str(n), "-c", str(n * 1024), "-t", "2", "-tb", "2",
-        "--cache-ram", "0", "-no-kvu",
-    ]  # fmt: skip
-    ours = [sys.executable, "-m", "llamapipe", "serve", "-m", str(model), "--n-seq-max", str(n)]
-    commands = {"llamapipe": [*ours, "--n-ctx", "1024", "--n-threads", "2"], "llama-server": theirs}
+    theirs = [llama_server, "-m", model, "-np", n, "-c", n * 1024, "-t", 2, "-tb", 2]
+    theirs += ["--cache-ram", 0, "-no-kvu"]
+    ours = [*SERVE, "-m", model, "--n-seq-max", n, "--n-ctx", 1024, "--n-threads", 2]
+    commands = {"llamapipe": ours, "llama-server": theirs}
     commands |= {f"{kind}": [*theirs, "--spec-type", kind] for kind in LLAMA_SERVER_NGRAMS}
     rates: dict[str, list[float]] = {name: [] for name in commands}
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(n))
-        ports = {}
-        for name, command in commands.items():
-            port = free_port()
-            ports[name] = stack.enter_context(process([*command, "--port", str(port)], port))
+        ports = {name: stack.enter_context(running(*command)).port for name, command in commands.items()}
         for i in range(rounds + 1):
             for name, port in ports.items():
                 began_s = time.perf_counter()
@@ -401,12 +394,9 @@ def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> Non
 
 def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int, rounds: int) -> None:
     """Prints the tokens a second of processor time of each server, one thread, and ours with the draft over each."""
-    theirs = [
-        str(llama_server), "-m", str(model), "-np", str(n), "-c", str(n * 512), "-t", "1", "-tb", "1",
-        "--cache-ram", "0", "-no-kvu",
-    ]  # fmt: skip
-    ours = [sys.executable, "-m", "llamapipe", "serve", "-m", str(model), "--n-seq-max", str(n)]
-    ours += ["--n-ctx", "512", "--n-threads", "1", "--cache-bytes", "0"]
+    theirs = [llama_server, "-m", model, "-np", n, "-c", n * 512, "-t", 1, "-tb", 1]
+    theirs += ["--cache-ram", 0, "-no-kvu"]
+    ours = [*SERVE, "-m", model, "--n-seq-max", n, "--n-ctx", 512, "--n-threads", 1, "--cache-bytes", 0]
     if draft == "mtp":
         drafting = ["--spec-type", "draft-mtp"]
     else:
@@ -415,18 +405,12 @@ def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int
         drafting = ["-md", draft, "--spec-type", kind, "-td", "1", "-tbd", "1"]
     commands = {"llamapipe, draft": [*ours, "--draft", draft], "llamapipe": ours, "llama-server": theirs}
     for n_most in (1, 3):  # 3 is its default
-        commands[f"llama-server, {n_most} drafted"] = [*theirs, *drafting, "--spec-draft-n-max", str(n_most)]
+        commands[f"llama-server, {n_most} drafted"] = [*theirs, *drafting, "--spec-draft-n-max", n_most]
     rates: dict[str, list[float]] = {name: [] for name in commands}
     asked = itertools.cycle(f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(n))
-        servers = {}
-        for name, command in commands.items():
-            port = free_port()
-            servers[name] = (
-                port,
-                stack.enter_context(child_process([*command, "--port", str(port)], port)),
-            )
+        servers = {name: stack.enter_context(running(*command)) for name, command in commands.items()}
         for i in range(rounds + 1):  # the first one warms up
             prompts = [chat(next(asked)) for _ in range(n)]
             for name, (port, pid) in list(servers.items())[:: -1 if i % 2 else 1]:
@@ -460,14 +444,7 @@ def rewrite(port: int, i: int, version: int) -> int:
 
 def complete(port: int, body: dict[str, Any]) -> int:
     """Asks a server for a completion; returns the number of its tokens."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        n_tokens: int = json.load(response)["usage"]["completion_tokens"]
-        return n_tokens
+    return int(post(port, "/v1/completions", body)["usage"]["completion_tokens"])
 
 
 if __name__ == "__main__":

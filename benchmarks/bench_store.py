@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from local_server import child_process, cpu_seconds, free_port
+from local_server import SERVE, cpu_seconds, running
 
 WORDS = (
     "fox tree river house boy girl cat dog sun moon hill road cake ball king snow bird fish boat song".split()
@@ -83,15 +83,9 @@ def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:
     made: dict[str, list[Rates]] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        servers: list[tuple[int, int]] = []
-        for options in ([], ["--store", f"{folder}/answers.db"]):
-            port = free_port()
-            command = [
-                sys.executable, "-m", "llamapipe", "serve", "-m", str(args.model), "--port", str(port),
-                "--n-seq-max", str(n), "--n-ctx", str(N_CTX), "--n-threads", str(args.threads), *options,
-            ]  # fmt: skip
-            servers.append((port, stack.enter_context(child_process(command, port))))
-        plain, storing = servers
+        command = [*SERVE, "-m", args.model, "--n-seq-max", n, "--n-ctx", N_CTX, "--n-threads", args.threads]
+        plain = stack.enter_context(running(*command))
+        storing = stack.enter_context(running(*command, "--store", f"{folder}/answers.db"))
         sides = [
             ("no store", *plain, False),
             ("store: false", *storing, False),

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+
+SERVE = (sys.executable, "-m", "llamapipe", "serve")
+
+
+class Server(NamedTuple):
+    """A running server: its port, and the number of its process."""
+
+    port: int
+    pid: int
 
 
 @contextlib.contextmanager
-def process(command: list[str], port: int) -> Iterator[int]:
-    """A server in a process of its own, once it answers."""
-    with child_process(command, port):
-        yield port
-
-
-@contextlib.contextmanager
-def child_process(command: list[str], port: int) -> Iterator[int]:
-    """The same; yields the number of the process."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def running(*command: object) -> Iterator[Server]:
+    """A server in a process of its own, once it answers. The option ``--port`` is added to the command."""
+    port = free_port()
+    given = [*map(str, command), "--port", str(port)]
+    child = subprocess.Popen(
+        given, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         end = time.monotonic() + 120
         while not healthy(port):
             if child.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server does not start: {' '.join(command)}")
+                raise RuntimeError(f"the server does not start: {' '.join(given)}")
             time.sleep(0.05)
-        yield child.pid
+        yield Server(port, child.pid)
     finally:
         child.terminate()
         child.wait()
+
+
+def post(port: int, path: str, body: Any) -> Any:
+    """The JSON of an answer. Raises HTTPError if it is not one of success."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return json.load(response)
 
 
 def cpu_seconds(pid: int) -> float:

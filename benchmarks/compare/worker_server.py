@@ -11,39 +11,31 @@ import json
 import re
 import selectors
 import socket
-import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import perf_counter
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from local_server import running
 from worker import Measured, Run, serve
 from workload import SCHEMA, Work
-
-START_S = 120.0
 
 
 def start(path: Path, work: Work, arguments: list[str]) -> Run:
     """The server ends with this process: it is told when standard input ends."""
     mode, program = arguments
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     n_slots = 1 if mode == "one-slot" else work.n
     command = [
-        program, "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-np", str(n_slots),
-        "-c", str(n_slots * work.n_ctx), "-t", str(work.n_threads), "-tb", str(work.n_threads),
-        "-b", "2048", "-ub", "512", "--cache-ram", "0", "--log-disable", "-no-kvu", "-ngl", "all",
+        program, "-m", path, "-np", n_slots, "-c", n_slots * work.n_ctx, "-t", work.n_threads, "-tb", work.n_threads,
+        "-b", 2048, "-ub", 512, "--cache-ram", 0, "--log-disable", "-no-kvu", "-ngl", "all",
         *([] if work.n_shared else ["--no-cache-prompt"]),
         *(["-bs"] if mode == "backend-sampling" else []),
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = monotonic() + START_S
-    while not _healthy(port):
-        if process.poll() is not None or monotonic() > deadline:
-            process.kill()
-            raise RuntimeError(f"llama-server does not start: {' '.join(command)}")
-        sleep(0.05)
+    stack = ExitStack()
+    atexit.register(stack.close)
+    port = stack.enter_context(running(*command)).port
     streaming = mode in ("streaming", "one-slot")
 
     def run(prompts: list[list[int]]) -> Measured:
@@ -75,8 +67,6 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
         n_tokens = sum(_n_tokens(text) for text in read.values())
         return Measured(seconds, n_tokens, firsts)
 
-    atexit.register(process.wait)
-    atexit.register(process.terminate)
     return run
 
 
@@ -108,15 +98,6 @@ def _n_tokens(text: bytearray) -> int:
     if not found:
         raise RuntimeError(f"llama-server said {bytes(text[:500])!r}")
     return int(found[-1])
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            return b"200 OK" in connection.recv(1000)
-    except OSError:
-        return False
 
 
 serve(start)

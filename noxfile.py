@@ -19,6 +19,7 @@ from native_build.paths import PEER_REQUIREMENTS, cache_dir  # noqa: E402
 from native_build.sources import read_pin  # noqa: E402
 from native_build.store import locked  # noqa: E402
 from native_build.toolchain import package_requirements, target_root  # noqa: E402
+from native_build.wheels.trial import is_for_here  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["tests", "lint", "types"]
@@ -293,16 +294,7 @@ def docs(session: nox.Session) -> None:
     """Make the documentation's pages, in build/docs; warnings are errors. ``-- --links`` asks other hosts, too."""
     session.install(*nox.project.dependency_groups(GROUPS, "docs"))
     _install(session, extra="server,parquet")
-    made = HERE / "build" / "docs"
-    shutil.rmtree(made, ignore_errors=True)
-    cache = str(Path(session.create_tmp()).resolve() / "doctrees")
-    options = ["-W", "--keep-going", "-q", "-E", "-d", cache, str(HERE / "docs")]
-    with session.chdir(session.create_tmp()):  # away from the clone, whose package has no libraries
-        session.run("sphinx-build", *options, str(made))
-        session.run("python", str(HERE / "tools" / "check_site.py"), str(made))
-        if "--links" in session.posargs:
-            session.run("sphinx-build", "-b", "linkcheck", *options, str(made.with_name("links")))
-    session.log(f"{made / 'index.html'}")
+    session.log(f"{_make_site(session, links='--links' in session.posargs) / 'index.html'}")
 
 
 @nox.session
@@ -507,12 +499,10 @@ def wheel(session: nox.Session) -> None:
     folder = HERE / "wheelhouse"
     shutil.rmtree(folder, ignore_errors=True)
     _install_wheel_tools(session)
-    is_for_here = "--target" not in session.posargs
-    if not is_for_here:
+    if "--target" in session.posargs:
         session.install("ziglang")
     _release_step(session, "make", str(folder), *session.posargs)
-    if is_for_here:
-        _try_wheels(session, folder)
+    _try_wheels(session, folder)
 
 
 @nox.session
@@ -639,17 +629,27 @@ def macos(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Build and check what is released, the source archive included, and list its hashes; uploads nothing.
+    """Build and check what is released, with all that goes with it, in dist; uploads nothing.
 
-    Arguments are those of ``native_build.wheels.make``: ``-- --backend vulkan --backend cuda``.
+    Arguments are those of ``native_build.wheels.make``: ``-- --target all --backend vulkan --backend cuda``. By default
+    ``--target all``: wheels of the CPU's backend for all systems whose compilers are here.
     """
     folder = HERE / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     _install_wheel_tools(session)
+    session.install("ziglang", "macholib", *nox.project.dependency_groups(GROUPS, "statements", "docs"))
     session.env.setdefault("SOURCE_DATE_EPOCH", _output(["git", "log", "-1", "--format=%ct"]).strip())
-    _release_step(session, "make", str(folder), "--sdist", *session.posargs)
-    _release_step(session, "check", str(folder))
+    arguments = session.posargs or ["--target", "all"]
+    _release_step(session, "make", str(folder), "--sdist", *arguments)
+    if for_macs := sorted(folder.glob("*-macosx_*.whl")):
+        _release_step(session, "mac", *map(str, for_macs))
     _try_wheels(session, folder)
+    site: list[str] = []
+    for wheel in (path for path in _wheels_for_here(folder) if "-abi3-" in path.name):  # none, or one
+        session.install("--force-reinstall", f"llamapipe[server,parquet] @ {wheel.as_uri()}")
+        site = ["--site", str(_make_site(session))]
+    _release_step(session, "statements", str(folder), *site, *arguments)
+    _release_step(session, "check", str(folder))
 
 
 @nox.session
@@ -659,6 +659,20 @@ def reproducible(session: nox.Session) -> None:
     session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")
     scratch = Path(session.create_tmp()).resolve()
     _release_step(session, "twice", str(scratch), *session.posargs)
+
+
+def _make_site(session: nox.Session, links: bool = False) -> Path:
+    """The folder of the documentation's pages, about the llamapipe that is installed."""
+    made = HERE / "build" / "docs"
+    shutil.rmtree(made, ignore_errors=True)
+    cache = str(Path(session.create_tmp()).resolve() / "doctrees")
+    options = ["-W", "--keep-going", "-q", "-E", "-d", cache, str(HERE / "docs")]
+    with session.chdir(session.create_tmp()):  # away from the clone, whose package has no libraries
+        session.run("sphinx-build", *options, str(made))
+        session.run("python", str(HERE / "tools" / "check_site.py"), str(made))
+        if links:
+            session.run("sphinx-build", "-b", "linkcheck", *options, str(made.with_name("links")))
+    return made
 
 
 def _cpp_files() -> list[str]:
@@ -691,9 +705,13 @@ def _release_step(session: nox.Session, module: str, *arguments: str) -> None:
     session.run("python", "-m", f"native_build.wheels.{module}", *arguments, env={"PYTHONPATH": str(HERE)})
 
 
+def _wheels_for_here(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.whl")) if is_for_here(path)]
+
+
 def _try_wheels(session: nox.Session, folder: Path) -> None:
     """Try each wheel for a kind of Python alone, then with the wheels of backends whose devices are here."""
-    wheels = sorted(folder.glob("*.whl"))
+    wheels = _wheels_for_here(folder)
     backends = [path for path in wheels if path.name.startswith("llamapipe_")]
     here = [
         path for path in backends if _can_try(session, path.name.split("-")[0].removeprefix("llamapipe_"))

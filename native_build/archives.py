@@ -1,4 +1,4 @@
-"""Writes wheels: equal contents give equal files, for every user, in every folder."""
+"""Writes wheels and other archives: equal contents give equal files, for every user, in every folder."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def write_wheel(tree: Path, target: Path) -> Path:
             archive.writestr(_zip_entry(name, date), data, zipfile.ZIP_DEFLATED)
         lines.append(f"{record},,\n")
         archive.writestr(_zip_entry(record, date), "".join(lines), zipfile.ZIP_DEFLATED)
+    return target
+
+
+def write_zip(tree: Path, target: Path) -> Path:
+    """Pack a folder: sorted, with one date, and modes by the kind of file."""
+    date = source_date()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for path in tree.rglob("*") if path.is_file()):
+            name = f"{target.stem}/{path.relative_to(tree).as_posix()}"
+            archive.writestr(_zip_entry(name, date), path.read_bytes(), zipfile.ZIP_DEFLATED)
     return target
 
 

@@ -24,14 +24,14 @@ def problems(folder: Path) -> Iterator[str]:
     for backend in KINDS:
         if f"llamapipe-{backend}=={version}" not in settings:
             yield f"pyproject.toml: the extra {backend} does not require llamapipe-{backend}=={version}"
-    archives = _archives(folder)
-    if not archives:
+    paths = archives(folder)
+    if not paths:
         yield f"{folder} holds neither wheels nor a source archive"
-    for path in archives:
+    for path in paths:
         if path.name.split("-")[1].removesuffix(".tar.gz") != version:
             yield f"{path.name} is not of version {version}"
         names = []
-        for name, data in _members(path):
+        for name, data in members(path):
             names.append(name)
             if any(place in data for place in _places()) and not name.endswith((".md", ".svg", ".json")):
                 yield f"{path.name}: {name} contains a path of this machine"
@@ -53,7 +53,8 @@ def _wheel_problems(wheel: str, names: list[str]) -> Iterator[str]:
         yield f"{wheel} holds the backend modules {modules}"
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+def members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The files in a wheel or source archive: names and contents."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             yield from ((name, wheel.read(name)) for name in wheel.namelist())
@@ -70,13 +71,14 @@ def _places() -> list[bytes]:
     ]
 
 
-def _archives(folder: Path) -> list[Path]:
+def archives(folder: Path) -> list[Path]:
+    """The wheels and the source archive in a folder, by name."""
     return sorted(path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz")))
 
 
-def _tools(archives: list[Path]) -> Iterator[list[str]]:
-    yield ["twine", "check", "--strict", *map(str, archives)]
-    for path in archives:
+def _tools(paths: list[Path]) -> Iterator[list[str]]:
+    yield ["twine", "check", "--strict", *map(str, paths)]
+    for path in paths:
         if "-abi3-" in path.name:
             yield ["abi3audit", "--strict", "--summary", str(path)]
 
@@ -90,11 +92,13 @@ def main() -> int:
         failed = True
     if f"## [{project_version()}]" not in (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8"):
         print(f"note: CHANGELOG.md has no section [{project_version()}] yet")
-    archives = _archives(folder)
-    for command in _tools(archives) if archives else ():
+    paths = archives(folder)
+    for command in _tools(paths) if paths else ():
         print(f"$ {' '.join(Path(word).name for word in command)}", flush=True)
         failed |= subprocess.run([sys.executable, "-m", *command], check=False).returncode != 0
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in archives]
+    # Also of what goes with the archives.
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
     print("".join(lines), end="")
     return int(failed)

@@ -1,8 +1,10 @@
 """Builds what is released: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist] [--target NAME]``.
 
 Into FOLDER: the wheel for every Python with the GIL, one for each free-threaded Python on PATH, and the wheels of the
-backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from. With
-``--target`` only the wheel for every Python with the GIL, for another machine.
+backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from.
+
+``--target`` says what machines the wheels are for, by default ``here``. Other machines get one wheel each, for every
+Python with the GIL. ``all`` means this machine and those whose compilers and headers are installed.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from native_build.cli import say
 from native_build.errors import BuildError
+from native_build.module import module_headers
 from native_build.options import BuildOptions
 from native_build.paths import PROJECT
-from native_build.toolchain import uses_zig
+from native_build.toolchain import find_compilers, uses_zig
 from native_build.wheels.backend import KINDS, build_backend_wheel
 from native_build.wheels.interpreters import Interpreter, find_interpreters
 from native_build.wheels.repair import repair
@@ -28,7 +31,17 @@ from native_build.wheels.repair import repair
 FREE_THREADED_SINCE = (3, 14)
 
 
-def make(folder: Path, options: BuildOptions, sdist: bool = False) -> list[Path]:
+HERE = "here"
+# What a wheel can be built for on another machine.
+TARGETS = ("aarch64-linux-gnu", "x86_64-windows-gnu", "arm64-apple-darwin", "x86_64-apple-darwin")
+
+
+def make(
+    folder: Path,
+    options: BuildOptions,
+    sdist: bool = False,
+    targets: Sequence[str] = (HERE,),
+) -> list[Path]:
     """Build everything; the paths of the files. Raises BuildError."""
     made = []
     with tempfile.TemporaryDirectory(prefix="llamapipe-make-") as name:
@@ -40,17 +53,38 @@ def make(folder: Path, options: BuildOptions, sdist: bool = False) -> list[Path]
             made.append(_place(archive, folder))
             _run(["tar", "-xzf", str(archive), "-C", str(scratch)], "unpacking the source archive")
             source = scratch / archive.name.removesuffix(".tar.gz")
-        made.append(_wheel(sys.executable, source, scratch / "stable", folder, options.target))
-        for interpreter in () if options.target else filter(_needs_its_own, find_interpreters()):
-            say(f"the wheel for Python {interpreter.name}")
-            python = _environment(interpreter, scratch / interpreter.name)
-            made.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
+        if HERE in targets:
+            made.append(_wheel(sys.executable, source, scratch / "stable", folder))
+            for interpreter in filter(_needs_its_own, find_interpreters()):
+                say(f"the wheel for Python {interpreter.name}")
+                python = _environment(interpreter, scratch / interpreter.name)
+                made.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
+        for target in (name for name in targets if name != HERE):
+            say(f"the wheel for {target}")
+            made.append(_wheel(sys.executable, source, scratch / target, folder, target))
         for backend in options.accelerators:
             one = BuildOptions(
                 backends=(backend,), all_variants=True, cuda_architectures=options.cuda_architectures
             )
             made.append(repair(build_backend_wheel(one, scratch / backend, say), folder))
     return made
+
+
+def buildable(tell: Callable[[str], None]) -> list[str]:
+    """Those targets whose compilers and headers are installed, after this machine; ``tell`` gets what others lack."""
+    found = [HERE]
+    for target in TARGETS:
+        options = BuildOptions(target=target)
+        if (options.system, options.machine) == (BuildOptions().system, BuildOptions().machine):
+            continue
+        try:
+            find_compilers(target)
+            module_headers(options)
+        except BuildError as error:
+            tell(f"no wheel for {target}: {error}")
+        else:
+            found.append(target)
+    return found
 
 
 def _needs_its_own(interpreter: Interpreter) -> bool:
@@ -102,16 +136,17 @@ def main() -> int:
     parser.add_argument("--backend", action="append", default=[], choices=sorted(KINDS))
     parser.add_argument("--cuda-architectures", default="", metavar="LIST")
     parser.add_argument("--sdist", action="store_true")
-    parser.add_argument("--target", default="", metavar="SYSTEM", help="such as aarch64-linux-gnu")
+    parser.add_argument("--target", action="append", choices=(HERE, *TARGETS, "all"))
     given = parser.parse_args()
     try:
+        targets = given.target or [HERE]
+        targets = buildable(say) if "all" in targets else targets
         options = BuildOptions(
             backends=tuple(given.backend),
             all_variants=True,
             cuda_architectures=given.cuda_architectures,
-            target=given.target,
         )
-        for path in make(given.folder.resolve(), options, given.sdist):
+        for path in make(given.folder.resolve(), options, given.sdist, targets):
             print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     except BuildError as error:
         print(error, file=sys.stderr)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.tags import platform_tags
+
 from native_build.wheels.interpreters import Interpreter, ask, find_interpreters
 
 _SMOKE = Path(__file__).with_name("smoke.py")
@@ -33,6 +35,12 @@ def fits(wheel: Path, interpreter: Interpreter) -> bool:
     if abi == "abi3":
         return not interpreter.free_threaded and interpreter.version[1] >= int(tag.removeprefix("cp3"))
     return abi == f"cp{interpreter.name.replace('.', '')}"
+
+
+def is_for_here(wheel: Path) -> bool:
+    """Whether the wheel's tag is for this system and processor."""
+    platforms = set(platform_tags())
+    return any(name in platforms for name in wheel.stem.split("-")[-1].split("."))
 
 
 def try_wheels(

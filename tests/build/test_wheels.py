@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from native_build.wheels.backend import KINDS, build_backend_wheel, pack, projec
 from native_build.wheels.check import problems  # noqa: E402
 from native_build.wheels.compare import compare, differences  # noqa: E402
 from native_build.wheels.interpreters import Interpreter, ask, find_interpreters  # noqa: E402
-from native_build.wheels.trial import fits  # noqa: E402
+from native_build.wheels.make import HERE, TARGETS, buildable  # noqa: E402
+from native_build.wheels.trial import fits, is_for_here  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="wheels for others are made on Linux only")
 
@@ -234,6 +236,40 @@ def test_interpreters_that_do_not_run_are_left_out(tmp_path: Path) -> None:
 def test_who_a_wheel_is_for(wheel: str, name: str, expected: bool) -> None:
     minor = int(name.removeprefix("3.").removesuffix("t"))
     assert fits(Path(wheel), Interpreter("python", (3, minor, 0), name.endswith("t"))) is expected
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        (f"manylinux_2_17_{platform.machine()}", True),
+        (f"manylinux2014_{platform.machine()}.manylinux_2_17_{platform.machine()}", True),
+        ("manylinux_2_17_riscv64", False),
+        (f"manylinux_2_99_{platform.machine()}", False),
+        ("win_amd64", False),
+        ("macosx_11_0_arm64", False),
+    ],
+)
+def test_what_machine_a_wheel_is_for(tag: str, expected: bool) -> None:
+    assert is_for_here(Path(f"llamapipe-1-cp310-abi3-{tag}.whl")) is expected
+
+
+# ---- other machines
+
+
+def test_machines_without_a_compiler_are_left_out_and_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[str] = []
+    found = buildable(told.append)
+    assert found[0] == HERE
+    assert "aarch64-linux-gnu" not in found
+    assert "x86_64-windows-gnu" not in found  # its Python is not in the empty cache
+    missing = [target for target in TARGETS if target not in found]
+    assert [text.split(":")[0] for text in told] == [f"no wheel for {target}" for target in missing]
+    assert "ci/setup_arm64_debian.sh" in told[0]
 
 
 # ---- the smoke test of what is installed

@@ -34,10 +34,10 @@ class SmokeError(Exception):
 
 
 def run(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
-    """What ``llamapipe ARGUMENTS`` prints; raises SmokeError with the end of it if it fails."""
+    """What ``llamapipe ARGUMENTS`` prints; raises SmokeError with the end of it if it fails, or prints nothing."""
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, check=False, timeout=2 * PATIENCE_S)
     output = done.stdout.decode("utf-8", "replace")
-    if done.returncode not in statuses:
+    if done.returncode not in statuses or not output:
         lines = (output + done.stderr.decode("utf-8", "replace")).strip().splitlines()
         last = "\n".join(lines[-15:])
         raise SmokeError(f"llamapipe {' '.join(arguments)} ended with {done.returncode}:\n{last}")

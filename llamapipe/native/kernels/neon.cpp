@@ -78,7 +78,9 @@ struct Vector {
             second[k] = of(vuzp2q_u32(two(0), two(2)));
         }
     }
-    static Int dpbusd(Int sum, Int weights, Int activations) { return vdotq_s32(sum, s8(weights), s8(activations)); }
+    template <int place> static Int sdot(Int sum, Int weights, Int activations) {
+        return vdotq_laneq_s32(sum, s8(weights), s8(activations), place);
+    }
     static Int dpwssd(Int sum, Int a, Int b) {
         const int32x4_t low = vmull_s16(vget_low_s16(s16(a)), vget_low_s16(s16(b))), high = vmull_high_s16(s16(a), s16(b));
         return vaddq_s32(sum, vpaddq_s32(low, high));

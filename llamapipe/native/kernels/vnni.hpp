@@ -51,8 +51,13 @@ template <typename V, typename Tiles> struct Vnni : Tiles {
             Int w[Q * P];
             for (int i = 0; i < Q * P; i++) w[i] = line<Factors, n, g>(panel[i / P], weights + i / P, group, V::kBytes * (i % P));
             for (int j = 0; j < M; j++) {
-                const Int a = V::set(four(x[j]->q + column + 4 * g));
-                for (int i = 0; i < Q * P; i++) sum[j][i] = V::dpbusd(sum[j][i], w[i], a);
+                if constexpr (V::kSignedProduct) {  // sdot takes four bytes of a vector by their place
+                    const Int a = V::load(x[j]->q + column + 16 * (g / 4));
+                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::template sdot<g % 4>(sum[j][i], w[i], a);
+                } else {
+                    const Int a = V::set(four(x[j]->q + column + 4 * g));
+                    for (int i = 0; i < Q * P; i++) sum[j][i] = V::dpbusd(sum[j][i], w[i], a);
+                }
             }
         });
     }

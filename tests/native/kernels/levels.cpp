@@ -126,8 +126,14 @@ template <int bytes> struct Plain {
     static Int dpbusd(Int sum, Int w, Int a) {
         return each<int32_t>([&](int i) {
             int32_t s = at<int32_t>(sum, i);
-            for (int k = 4 * i; k < 4 * i + 4; k++)
-                s += (kSignedProduct ? static_cast<int8_t>(w.of[k]) : w.of[k]) * static_cast<int8_t>(a.of[k]);
+            for (int k = 4 * i; k < 4 * i + 4; k++) s += w.of[k] * static_cast<int8_t>(a.of[k]);
+            return s;
+        });
+    }
+    template <int place> static Int sdot(Int sum, Int w, Int a) {
+        return each<int32_t>([&](int i) {
+            int32_t s = at<int32_t>(sum, i);
+            for (int k = 0; k < 4; k++) s += static_cast<int8_t>(w.of[4 * i + k]) * static_cast<int8_t>(a.of[4 * place + k]);
             return s;
         });
     }

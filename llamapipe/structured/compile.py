@@ -32,7 +32,6 @@ from llamapipe.structured.schema import (
     schema_object,
     schema_text,
     subschemas,
-    whitespace_of,
     with_options,
     without_options,
 )
@@ -452,10 +451,10 @@ def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
             schema, end = json.JSONDecoder().raw_decode(lark, match.end())
         except ValueError:
             continue
-        whitespace = whitespace_of(schema)
-        if whitespace is not None:
+        original = without_options(schema)
+        if original is not None:
             at = end
-            yield match.start(), end, without_options(schema) or {}, whitespace
+            yield match.start(), end, *original
 
 
 def _without_ours(message: str, kind: str) -> str:

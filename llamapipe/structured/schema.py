@@ -138,17 +138,13 @@ def with_options(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
     return {**schema, "x-guidance": WHITESPACE[whitespace]}
 
 
-def without_options(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the schema that was passed to ``with_options``; None if this is not its result."""
-    if whitespace_of(schema) is None:
-        return None
-    return {key: value for key, value in schema.items() if key != "x-guidance"}
-
-
-def whitespace_of(schema: Any) -> str | None:
-    """Return the spaces that were passed to ``with_options``; None if this is not its result."""
+def without_options(schema: Any) -> tuple[dict[str, Any], str] | None:
+    """Return the schema and the spaces that were passed to ``with_options``; None if this is not its result."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
-    return next((name for name, settings in WHITESPACE.items() if options == settings), None)
+    for whitespace, settings in WHITESPACE.items():
+        if options == settings:
+            return {key: value for key, value in schema.items() if key != "x-guidance"}, whitespace
+    return None
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:

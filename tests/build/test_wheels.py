@@ -302,4 +302,7 @@ def test_the_smoke_test_says_what_is_wrong(tmp_path: Path) -> None:
     # What cannot be imported ends with a status that doctor has, too.
     (tmp_path / "llamapipe_command.py").write_text("raise SystemExit('llamapipe is broken')")
     done = smoke("--brief", folder=tmp_path, PYTHONPATH=paths)
-    assert (done.returncode, done.stdout) == (1, "llamapipe doctor --json ended with 1:\nllamapipe is broken\n")
+    assert (done.returncode, done.stdout) == (
+        1,
+        "llamapipe doctor --json ended with 1:\nllamapipe is broken\n",
+    )

@@ -136,11 +136,15 @@ def main() -> int:
     parser.add_argument("--backend", action="append", default=[], choices=sorted(KINDS))
     parser.add_argument("--cuda-architectures", default="", metavar="LIST")
     parser.add_argument("--sdist", action="store_true")
-    parser.add_argument("--target", action="append", choices=(HERE, *TARGETS, "all"))
+    parser.add_argument(
+        "--target", action="append", metavar="SYSTEM", help=f"{HERE}, all, or such as {', '.join(TARGETS)}"
+    )
     given = parser.parse_args()
     try:
         targets = given.target or [HERE]
         targets = buildable(say) if "all" in targets else targets
+        for target in targets:
+            BuildOptions(target="" if target == HERE else target)  # refused before anything is built
         options = BuildOptions(
             backends=tuple(given.backend),
             all_variants=True,

@@ -272,6 +272,20 @@ def test_machines_without_a_compiler_are_left_out_and_named(
     assert "ci/setup_arm64_debian.sh" in told[0]
 
 
+def test_a_machine_that_nothing_is_built_for_is_refused_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "native_build.wheels.make", str(tmp_path / "out"), "--sdist"]
+    done = subprocess.run(
+        [*command, "--target", "here", "--target", "vax-dec-ultrix"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "--target 'vax-dec-ultrix' is neither" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 # ---- the smoke test of what is installed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.media_models import idefics3_projector, model_with_tile_tokens, png
+from support.served import post_json
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -32,21 +33,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         engine.check_integrity()
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url + path, json.dumps({"model": "m", **body}).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return {"status": error.code, **json.load(error)}
-
-
 def chat(url: str, *parts: Any) -> Any:
     content = [{"type": "text", "text": "What is this?"}, *parts]
-    return post(
+    return post_json(
         url,
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0},
@@ -75,7 +64,7 @@ def test_what_the_model_takes(url: str) -> None:
 
 def test_openai_responses(url: str) -> None:
     parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": URL}]
-    answer = post(
+    answer = post_json(
         url, "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
     )
     assert answer["usage"]["input_tokens"] > 32, answer
@@ -85,26 +74,26 @@ def test_anthropic_messages(url: str) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": DATA}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    answer = post(url, "/v1/messages", body)
+    answer = post_json(url, "/v1/messages", body)
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > 32
-    counted = post(url, "/v1/messages/count_tokens", {"messages": body["messages"]})
+    counted = post_json(url, "/v1/messages/count_tokens", {"messages": body["messages"]})
     assert (
         counted["input_tokens"]
         == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
     )
     source |= {"type": "url", "url": "http://127.0.0.1:1/a.png"}
-    assert "no address is fetched" in post(url, "/v1/messages", body)["error"]["message"]
+    assert "no address is fetched" in post_json(url, "/v1/messages", body)["error"]["message"]
 
 
 def test_ollama(url: str) -> None:
     message = {"role": "user", "content": "What is this?", "images": [DATA]}
     options = {"num_predict": 4}
-    answer = post(url, "/api/chat", {"messages": [message], "stream": False, "options": options})
+    answer = post_json(url, "/api/chat", {"messages": [message], "stream": False, "options": options})
     assert answer.get("prompt_eval_count", 0) > 32, answer
     body = {"prompt": "What is this?", "images": [DATA], "stream": False, "options": options}
-    assert post(url, "/api/generate", body)["prompt_eval_count"] > 32
-    assert "leave raw" in post(url, "/api/generate", {**body, "raw": True})["error"]
-    assert "vision" in post(url, "/api/show", {})["capabilities"]
+    assert post_json(url, "/api/generate", body)["prompt_eval_count"] > 32
+    assert "leave raw" in post_json(url, "/api/generate", {**body, "raw": True})["error"]
+    assert "vision" in post_json(url, "/api/show", {})["capabilities"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +137,7 @@ def test_the_place_of_an_image_in_anthropics_requests(url: str, path: str) -> No
 
     def said(*content: Any) -> str:
         return message_of(
-            post(url, path, {"messages": [*before, {"role": "user", "content": [*content]}], **more})
+            post_json(url, path, {"messages": [*before, {"role": "user", "content": [*content]}], **more})
         )
 
     assert said(result).startswith("messages.2.content.0.content.1 has the type 'image'")
@@ -177,17 +166,17 @@ def test_the_place_of_an_image_in_openais_requests(url: str) -> None:
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x"}, image]},
     ]
     for stream in (False, True):
-        answer = post(url, "/v1/chat/completions", {"messages": messages, "stream": stream})
+        answer = post_json(url, "/v1/chat/completions", {"messages": messages, "stream": stream})
         assert message_of(answer).startswith("messages.3.content.1: the image cannot be decoded")
         assert answer["error"]["param"] == "messages.3.content.1"
     output = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": URL}]
     call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
     items = [{"role": "user", "content": "Look."}, call]
     result = {"type": "function_call_output", "call_id": "a", "output": output}
-    answer = post(url, "/v1/responses", {"input": [*items, result], "instructions": "Be short."})
+    answer = post_json(url, "/v1/responses", {"input": [*items, result], "instructions": "Be short."})
     assert message_of(answer).startswith("input.2.output.1 has the type 'input_image'")
     user = {"role": "user", "content": [{"type": "input_image", "image_url": f"data:;base64,{BROKEN}"}]}
-    answer = post(
+    answer = post_json(
         url,
         "/v1/responses",
         {"input": [*items, {**result, "output": "x"}, user], "instructions": "Be short."},
@@ -202,9 +191,9 @@ def test_the_place_of_an_image_in_ollamas_requests(url: str) -> None:
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_name": "look", "content": "x", "images": [DATA, BROKEN]},
     ]
-    answer = post(url, "/api/chat", {"messages": messages, "stream": False})
+    answer = post_json(url, "/api/chat", {"messages": messages, "stream": False})
     assert message_of(answer).startswith("messages.2.images.1: the image cannot be decoded")
-    answer = post(
+    answer = post_json(
         url, "/api/generate", {"prompt": "x", "images": [BROKEN], "system": "Be short.", "stream": False}
     )
     assert message_of(answer).startswith("images.0: the image cannot be decoded")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.control import PATIENCE_S, wait_until
 from support.gguf_models import infilling_model
-from support.served import http_client
+from support.served import http_client, refused
 
 import llamapipe as lp
 from llamapipe.llama.fim import fim_room
@@ -84,13 +84,6 @@ def answer(client: httpx.Client, path: str, body: Any) -> Any:
     found = client.post(path, json=body)
     assert found.status_code == 200, found.text
     return found.json()
-
-
-def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    found = client.post(path, json=body)
-    assert found.status_code == status, found.text
-    error: dict[str, Any] = found.json()["error"]
-    return error
 
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

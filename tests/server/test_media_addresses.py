@@ -6,8 +6,6 @@ import base64
 import json
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from support.control import wait_until
 from support.media_models import idefics3_projector, model_with_tile_tokens, png
+from support.served import post_json
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, _media, serve
@@ -144,23 +143,11 @@ def server(engine: lp.Engine, hosts: tuple[str, str], folder: Path) -> Iterator[
         engine.check_integrity()
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url + path, json.dumps({"model": "m", **body}).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return {"status": error.code, **json.load(error)}
-
-
 def ask(url: str, *addresses: str) -> Any:
     parts = [{"type": "image_url", "image_url": {"url": address}} for address in addresses]
     content = [*parts, {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
-    return post(url, "/v1/chat/completions", body)
+    return post_json(url, "/v1/chat/completions", body)
 
 
 def problem(url: str, address: str) -> str:
@@ -177,7 +164,7 @@ def test_addresses_of_an_allowed_host(server: str, hosts: tuple[str, str]) -> No
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > expected // 2
     source = {"type": "url", "url": f"http://{hosts[0]}/a.png"}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
-    answer = post(
+    answer = post_json(
         server, "/v1/messages", {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     )
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == expected

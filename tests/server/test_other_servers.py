@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.control import wait_until
-from support.served import http_client
+from support.served import http_client, refused
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
@@ -32,13 +32,6 @@ def engine(demo: lp.Model) -> Iterator[lp.Engine]:
 def client(engine: lp.Engine) -> Iterator[httpx.Client]:
     with http_client(engine, model_names=("demo",)) as client:
         yield client
-
-
-def error_of(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
 
 
 class TestPaths:
@@ -203,7 +196,7 @@ class TestFields:
         self, client: httpx.Client, path: str, field: str, hint: str
     ) -> None:
         bodies = {**dict(ROUTES), "/v1/responses": {"input": "a"}}
-        error = error_of(client, path, {**bodies[path], field: 1})
+        error = refused(client, path, {**bodies[path], field: 1})
         assert error["message"].startswith(f"unknown field: {field}; ")
         assert hint in error["message"]
 
@@ -218,7 +211,7 @@ class TestFields:
     def test_a_wrong_limit_is_named_as_the_client_named_it(
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:
-        error = error_of(client, path, {**body, "max_tokens": -2})
+        error = refused(client, path, {**body, "max_tokens": -2})
         assert error["param"] == "max_tokens"
         assert error["message"] == "max_tokens is -2; it must be 0 or more, or -1 for no limit"
 
@@ -246,7 +239,7 @@ class TestFields:
     def test_a_wrong_value_is_named_as_the_client_named_it(
         self, client: httpx.Client, path: str, body: dict[str, Any], field: str
     ) -> None:
-        error = error_of(client, path, body)
+        error = refused(client, path, body)
         assert error["message"].startswith(f"{field} ")
         assert error.get("param", field) == field
 
@@ -255,7 +248,7 @@ class TestFields:
             limits = {"max_tokens": given[0], "max_completion_tokens": given[1], "ignore_eos": True}
             answer = client.post(ROUTES[0][0], json={**CHAT, **limits}).json()
             assert answer["usage"]["completion_tokens"] == n
-        error = error_of(client, ROUTES[0][0], {**CHAT, "max_completion_tokens": -5})
+        error = refused(client, ROUTES[0][0], {**CHAT, "max_completion_tokens": -5})
         assert error["param"] == "max_completion_tokens"
 
     @on_both
@@ -280,7 +273,7 @@ class TestFields:
         }
         assert client.post(path, json={**body, **same}).status_code == 200
         for field, value in same.items():
-            error = error_of(client, path, {**body, field: True if value is False else 3})
+            error = refused(client, path, {**body, field: True if value is False else 3})
             assert error["param"] == field
             assert f"leave it out, or set it to {str(value).lower()}" in error["message"]
 
@@ -457,7 +450,7 @@ class TestFields:
         text = "Hello. " * engine.n_ctx
         long = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
         for route, kind in ((path, "invalid_request_error"), (path[3:], "exceed_context_size_error")):
-            error = error_of(client, route, {**body, **long})
+            error = refused(client, route, {**body, **long})
             assert (error["type"], error["code"]) == (kind, "context_length_exceeded")
             assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
             assert ('set truncation="auto" to drop the oldest turns' in error["message"]) == (
@@ -482,14 +475,14 @@ class TestFields:
             assert choice["text"] == engine.generate(body["prompt"], params).text
         else:
             assert choice["message"]["content"] == engine.chat(HELLO, params).content
-        assert error_of(client, path, {**body, "adaptive_target": 3})["param"] == "adaptive_target"
+        assert refused(client, path, {**body, "adaptive_target": 3})["param"] == "adaptive_target"
 
 
 class TestMessages:
     """They name options, not calls of Python, which a client of the server cannot change."""
 
     def test_a_prompt_over_the_context(self, client: httpx.Client) -> None:
-        message = error_of(client, "/v1/completions", {"prompt": [5] * 300})["message"]
+        message = refused(client, "/v1/completions", {"prompt": [5] * 300})["message"]
         assert message == (
             "this model's maximum context length is 256 tokens: prompt is too long: 300 tokens > 256 maximum: the "
             "prompt has 300 tokens; n_ctx is 256 and one must stay free: shorten it, or raise n_ctx (--n-ctx)"
@@ -508,7 +501,7 @@ class TestMessages:
         ):
             n = len(engine.model.tokenize_chat(talk))
             assert 512 - 160 < n < 512
-            error = error_of(client, "/v1/chat/completions", {"messages": talk})
+            error = refused(client, "/v1/chat/completions", {"messages": talk})
             assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == (
                 "context_length_exceeded",
                 n,
@@ -528,7 +521,7 @@ class TestMessages:
             lp.Engine(demo, n_ctx=512, n_seq_max=1, max_queue=1) as engine,
             http_client(engine) as client,
         ):
-            error = error_of(client, "/v1/completions", {"prompt": ["a"] * 20}, 429)
+            error = refused(client, "/v1/completions", {"prompt": ["a"] * 20}, 429)
         assert error["message"] == (
             "20 requests are submitted at once and max_queue is 1: that never fits; "
             "submit fewer at once, or raise max_queue (--max-queue)"

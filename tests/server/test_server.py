@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.gguf_models import infilling_model
 from support.inside import loop_of
-from support.served import http_client
+from support.served import http_client, refused
 
 import llamapipe as lp
 from llamapipe import server as package
@@ -43,13 +43,6 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
-
-
-def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
 
 
 class TestCompletions:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -55,6 +58,27 @@ def openai_client(
         openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0) as client,
     ):
         yield client
+
+
+def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error that a request is answered with."""
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def post_json(url: str, path: str, body: dict[str, Any]) -> Any:
+    """The answer of the model ``m``, with the status if it is an error; without a client, which takes long to make."""
+    request = urllib.request.Request(
+        url + path, json.dumps({"model": "m", **body}).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return {"status": error.code, **json.load(error)}
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.bert_model import bert_model
-from support.eager_gate import EagerGate
 from support.gguf_models import tiny_model
 from support.inside import scheduler_of, step_executor_of
 
@@ -27,11 +26,6 @@ from llamapipe.native.load import native
 pytestmark = pytest.mark.native
 MakeEngine = Callable[..., lp.Engine]
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
-from support.eager_gate import EagerGate
 from support.eagle3_models import eagle3_draft, eagle3_target, n_tokens
 from support.gguf_document import STRING, unpack
 from support.plain import plain_loop
@@ -21,7 +20,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
 MakeEngine = Callable[..., lp.Engine]
 # By the noise in the draft; the model's texts are alike. The last one guesses few tokens of the vocabulary.
 HEADS: dict[str, dict[str, Any]] = {
@@ -31,11 +30,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "of few tokens": {"noise": 0.0, "tokens": [*range(3, 70), *range(80, 200, 2)]},
     "with the model's matrices": {"noise": 0.0, "lent": ["token_embd.weight", "output.weight"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
-from support.eager_gate import EagerGate
 from support.gguf_models import tiny_architecture
 from support.inside import scheduler_of
 from support.mtp_models import mtp_model
@@ -20,15 +19,10 @@ from llamapipe._engine.policy.speculation import Gate, StepTimes, Worth
 from llamapipe._engine.runtime.draft import MtpLayer
 from llamapipe.errors import DecodeError
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
 MakeEngine = Callable[..., lp.Engine]
 # By the noise in the layer; the texts of all three are alike.
 HEADS = {"right": 0.0, "often right": 0.6, "wrong": 30.0}
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
 
 
 @pytest.fixture(scope="module")

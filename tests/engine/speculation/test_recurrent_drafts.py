@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, params
-from support.eager_gate import EagerGate
 from support.gguf_models import tiny_architecture, tiny_model
 from support.inside import scheduler_of
 from support.plain import plain_loop
@@ -23,15 +22,10 @@ from llamapipe._engine.runtime.draft import DraftModel, RecurrentDraft
 from llamapipe.errors import DecodeError
 from llamapipe.llama.native_pipeline import SavedCells
 
-pytestmark = pytest.mark.native
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
 MakeEngine = Callable[..., lp.Engine]
 KINDS = ("mamba2-1.3b", "rwkv7-0.4b", "qwen3.5-0.8b", "granite4-h-1b", "lfm2-1.2b")
 COPIED = KINDS[0]
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
 
 
 def like(model: Path, path: Path) -> Path:

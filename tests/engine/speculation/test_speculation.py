@@ -53,11 +53,6 @@ SCHEMA = {
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
-
-
-@pytest.fixture
 def engine(eager: None, make_engine: MakeEngine, demo: lp.Model) -> lp.Engine:
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")

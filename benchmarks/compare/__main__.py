@@ -73,6 +73,9 @@ def main() -> int:
         "--processes", type=int, help="of each side, one after another; 3, or --repeats if less"
     )
     parser.add_argument("--only", nargs="+", choices=sorted(SIDES), help="these sides only")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="instead of the clock's, on a busy machine; no ceiling"
+    )
     parser.add_argument("--busy", action="store_true", help="with a process beside that always computes")
     parser.add_argument("--cuda", action="store_true", help="the peers that were built with CUDA")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -89,12 +92,16 @@ def main() -> int:
     for name, reason in peers.missing.items():
         print(f"without {name}: {reason}")
     names = args.only or [name for name, kind in SIDES.items() if not kind.asked]
+    if args.processor_time:
+        names = [name for name in names if not name.startswith("batched-bench")]
     with ExitStack() as stack:
         if args.busy:
             stack.enter_context(busy_neighbour())
         for model in [demo_model_path() if name == "demo" else Path(name) for name in args.models]:
             for n in args.n:
-                work = Work(n, args.prompt, args.generate, args.threads, args.shared, args.schema)
+                work = Work(
+                    n, args.prompt, args.generate, args.threads, args.shared, args.schema, args.processor_time
+                )
                 figures = compare(model, work, peers, names, divide(args.repeats, processes))
                 report(model, work, figures)
                 results["works"].append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,10 @@ class Side:
 
     def _round(self) -> dict[str, Any]:
         self._salt += 1
+        before = processor_time(self._process.pid) if self._work.by_processor else 0
         said = self._ask(self._salt)
+        if self._work.by_processor:
+            said["seconds"] = processor_time(self._process.pid) - before
         expected = self._work.n * self._work.n_generate
         if said["n_tokens"] != expected and not (self._may_end or self._work.schema):
             raise RuntimeError(f"{said['n_tokens']} tokens were generated instead of {expected}")
@@ -82,6 +86,16 @@ class Side:
             raise RuntimeError(f"{self._process.args!r} ended with {code}: {self._log.read()[-3000:]}")
         said: dict[str, Any] = json.loads(line)
         return said
+
+
+def processor_time(pid: int) -> float:
+    """Seconds that a process and those it has started have computed, on Linux."""
+    *_, times = (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8").rpartition(") ")
+    ticks = sum(int(n) for n in times.split()[11:13])
+    children = (Path("/proc") / str(pid) / "task").glob("*/children")
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(
+        processor_time(int(child)) for path in children for child in path.read_text(encoding="utf-8").split()
+    )
 
 
 Start = Callable[[Path, Work, Peers], "Side | Ceiling"]

@@ -23,7 +23,8 @@ class Work(NamedTuple):
     """``n`` requests at once, each with ``n_prompt`` and ``n_generate`` tokens, on ``n_threads`` threads.
 
     ``n_shared``: prompt tokens that all requests share, as with a system prompt; if there are any, prompts are cached.
-    ``schema``: answers are JSON that matches SCHEMA, and generation ends with it.
+    ``schema``: answers are JSON that matches SCHEMA, and generation ends with it. ``by_processor``: seconds are of
+    processor time, but for first tokens: for a busy machine.
     """
 
     n: int
@@ -32,6 +33,7 @@ class Work(NamedTuple):
     n_threads: int
     n_shared: int = 0
     schema: bool = False
+    by_processor: bool = False
 
     def n_timed(self, seconds: float) -> int:
         """How often a round does it, where it takes so long (0: not known): short works more often."""

@@ -12,6 +12,7 @@ import pytest
 from support.inside import lib_for_tests
 from support.kernel_types import NUMBERS, kernel_types
 
+from llamapipe.gguf.check import TYPES as BLOCKS_OF
 from llamapipe.native.load import last_error, native
 
 # Where the blocks of these types, whose weights may be any bytes, have their scales as 16-bit floats.
@@ -21,7 +22,13 @@ SCALES = {
     **dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,)),
     "IQ1_M": (), "NVFP4": (),
 }  # fmt: skip
+# And where those have them that ggml quantizes. NVFP4 and MXFP4 have other scales, none of which is infinite.
+SCALES_OF_OTHERS = {
+    **dict.fromkeys(("Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,),
+}  # fmt: skip
 TYPES = kernel_types()
+BLOCKS = {name: block for name, *block in BLOCKS_OF.values()}  # columns, bytes
 FLOATS = ["F32", "F16", "BF16"]  # multiplied as they are in the file
 N_COLUMNS = 512
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -151,7 +158,7 @@ def random_blocks(kind: str, n_weights: int, seed: int = 1) -> np.ndarray:
 def put_scales(kind: str, blocks: np.ndarray, values: np.ndarray | float) -> None:
     """Sets the scales of the blocks, and their scales of minima."""
     halves = np.broadcast_to(values, len(blocks)).astype(np.float16)
-    for at in SCALES[kind]:
+    for at in (SCALES | SCALES_OF_OTHERS)[kind]:
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
     if kind == "IQ1_M":  # in the upper halves of every second byte of the scales of blocks
         for i in range(4):
@@ -178,10 +185,10 @@ def test_any_number_of_rows_of_weights(kind: str, n_rows: int) -> None:
 
 
 @pytest.mark.parametrize("n_rows", [32, 144])
-@pytest.mark.parametrize("n_columns", [32, 224, 256, 768, 2816])
+@pytest.mark.parametrize("n_columns", [32, 192, 224, 256, 384, 768, 2816])
 def test_any_number_of_blocks(kind: str, n_columns: int, n_rows: int) -> None:
     if not native().lib.lp_kernels_have(NUMBERS[kind], n_columns, n_rows):
-        pytest.skip("the type has blocks of 256 columns")
+        pytest.skip("no whole number of the type's blocks")
     Product(kind, random(1, n_rows, n_columns), random(1, 3, n_columns)).check()
 
 
@@ -205,9 +212,9 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(kind: str) -> None:
     for n_threads in (1, 3):
         np.testing.assert_array_equal(product.compute(n_threads=n_threads), together)
     x = product.x
-    for i in (0, 8, 36):
-        product.x = x[:, i : i + 1]
-        np.testing.assert_array_equal(product.compute()[0, 0], together[0, i])
+    for i, n in ((0, 1), (8, 1), (36, 1), (3, 2), (3, 4), (3, 5), (3, 7), (3, 8), (3, 9), (3, 17)):
+        product.x = x[:, i : i + n]
+        np.testing.assert_array_equal(product.compute()[0], together[0, i : i + n])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -221,15 +228,17 @@ def test_a_row_that_is_not_finite_spoils_no_other(kind: str, value: float) -> No
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", [*SCALES][:-1])  # NVFP4 has no such scales
 def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: str, value: float) -> None:
-    if kind not in TYPES:
-        pytest.skip("this processor has no kernel for the type")
+    if kind in ("NVFP4", "MXFP4"):
+        pytest.skip("its scales are finite")
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
     expected = product.compute()
-    blocks = random_blocks(kind, product.weights.size, seed=product.weights.size)
-    put_scales(kind, blocks[2 * 21 : 2 * 21 + 1], value)
-    product.quantized = native().ffi.new("char[]", blocks.tobytes())
+    block, n_bytes = BLOCKS[kind]
+    ffi, n = native().ffi, product.weights.size // block * n_bytes
+    blocks = np.frombuffer(ffi.buffer(product.quantized, n), np.uint8).reshape(-1, n_bytes).copy()
+    first = 21 * N_COLUMNS // block
+    put_scales(kind, blocks[first : first + 1], value)
+    product.quantized = ffi.new("char[]", blocks.tobytes())
     found = product.compute()
     assert not np.isfinite(found[..., 21]).any()
     np.testing.assert_array_equal(np.delete(found, 21, axis=2), np.delete(expected, 21, axis=2))

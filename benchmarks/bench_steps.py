@@ -4,6 +4,7 @@
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --works json prediction --at-once 1 8 --rounds 5
     python benchmarks/bench_steps.py qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --works draft draft-prose
     python benchmarks/bench_steps.py smollm2.gguf --against trained.gguf random.gguf --at-once 1 4 8 16
+    python benchmarks/bench_steps.py smollm2.gguf --against trained.gguf --scripted 0 0.2 0.4 0.6 0.8
     python benchmarks/bench_steps.py qwen2.5-coder.gguf --llama-server PATH --at-once 1 4
     python benchmarks/bench_steps.py smollm2.gguf --llama-server PATH --against trained.gguf --at-once 1 4
 
@@ -11,7 +12,10 @@ With and without in turns in one process; medians. The number of steps hardly de
 The model is one that follows instructions in ChatML. With ``--llama-server``, code is rewritten by servers instead:
 `llamapipe serve`, and llama-server without drafts and with each of its n-gram drafts, in turns. With ``--against``,
 engines with these drafts write answers of 256 tokens, in turns with an engine that has none; ``mtp`` is one of them.
-With both, servers write such answers, each with the first of these drafts and without.
+With both, servers write such answers, each with the first of these drafts and without; they are started again in each
+round, because equal processes differ by up to a sixth, by where their weights are in memory. With ``--scripted``, the
+tokens of the first draft are replaced by tokens of which these shares are right: from which share on does it pay, and
+from which one should it by what its parts take?
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +41,7 @@ from local_server import SERVE, cpu_seconds, post, running  # noqa: E402
 import llamapipe as lp  # noqa: E402
 from llamapipe._engine.policy.speculation import Gate  # noqa: E402
 from llamapipe._engine.runtime import draft as draft_module  # noqa: E402
-from llamapipe._engine.runtime.executor import StepExecutor  # noqa: E402
+from llamapipe._engine.runtime import loop as loop_module  # noqa: E402
 from llamapipe.gguf.draft_file import target_layers  # noqa: E402
 from llamapipe.llama.batch import DecodeBatch  # noqa: E402
 from llamapipe.llama.context import Context  # noqa: E402
@@ -175,7 +180,15 @@ def main() -> None:
         "--against", nargs="+", metavar="DRAFT", help="compare engines with and without these"
     )
     parser.add_argument("--llama-server", type=Path, help="rewrite code by servers; this is llama-server")
+    parser.add_argument(
+        "--scripted", nargs="+", type=float, metavar="SHARE", help="of right tokens of the first of --against"
+    )
     args = parser.parse_args()
+    if args.scripted:
+        with lp.Model(args.model, kernels=args.kernels) as model:
+            rows, first_s, again_s = print_costs(model, Path(args.against[0]))
+            compare_scripted(model, args.against[0], args.scripted, args.rounds, rows, first_s, again_s)
+        return
     if args.llama_server and args.against:
         for n in args.at_once:
             compare_drafting_servers(args.model, args.against[0], args.llama_server, n, args.rounds)
@@ -238,24 +251,8 @@ def compare(model: lp.Model, name: str, n: int, rounds: int, draft: Path | None)
 
 def times_of_process() -> None:
     """Lets gates and drafts learn from the process's time: as they would on a machine where nothing else runs."""
-    began_s = [0.0]  # of the last step, in processor time
-    observe = Gate.observe
-
-    def observed(self: Gate, n_decoding: int, n_guessed: int, _: float) -> None:
-        observe(self, n_decoding, n_guessed, time.process_time() - began_s[0])
-
-    def noting(launch: Callable[..., int]) -> Callable[..., int]:
-        def launched(*given: Any, **options: Any) -> int:
-            began_s[0] = time.process_time()
-            return launch(*given, **options)
-
-        return launched
-
-    draft_module.perf_counter = time.process_time  # type: ignore[attr-defined]
-    if observe.__name__ != "observed":
-        Gate.observe = observed  # type: ignore[method-assign, assignment]
-        for name in ("launch", "launch_repeat"):
-            setattr(StepExecutor, name, noting(getattr(StepExecutor, name)))
+    for module in (draft_module, loop_module):
+        module.perf_counter = time.process_time  # type: ignore[attr-defined]
 
 
 def compare_drafts(model: lp.Model, drafts: list[str], n: int, rounds: int) -> None:
@@ -303,8 +300,98 @@ def compare_drafts(model: lp.Model, drafts: list[str], n: int, rounds: int) -> N
             )
 
 
-def print_costs(model: lp.Model, draft: Path) -> None:
-    """Prints what a step of several rows and a step of an EAGLE-3 draft take, and what right guesses then bring.
+class Script:
+    """What a scripted draft says: tokens of a known text, and wrong ones in between."""
+
+    def __init__(self) -> None:
+        self.text: Sequence[int] = ()
+        self.share = 0.0
+        self.rng = random.Random(1)
+
+    def token(self, place: int) -> int:
+        """A token for a place of the text."""
+        token = self.text[min(place, len(self.text) - 1)]
+        return token if self.rng.random() < self.share else token + 1 if token < 1000 else token - 1
+
+
+def compare_scripted(
+    model: lp.Model,
+    draft: str,
+    shares: Sequence[float],
+    rounds: int,
+    rows: Sequence[float],
+    first_s: float,
+    again_s: float,
+) -> None:
+    """Prints a line for each share of right tokens: the speed of one request over that without a draft.
+
+    The draft computes as it always does, then its tokens are replaced. Once one token is drafted for every step, and
+    once the gate decides.
+    """
+    times_of_process()
+    script = Script()
+    decode, choose = draft_module.Eagle3Draft._decode, Gate.choose
+
+    def decoded(self: Any, entries: Any) -> Any:
+        ends = decode(self, entries)
+        return [(request, script.token(len(self._held[request.slot].tokens)), 0.5) for request, *_ in ends]
+
+    def always_one(self: Gate, n_decoding: int, guesses: Any, n_room: int) -> Any:
+        tokens = self.drafter.draft({guess.request: 1 for guess in guesses}) if self.drafter else {}
+        self.exclude(self.drafter.took_s if self.drafter else 0.0)
+        return tokens
+
+    draft_module.Eagle3Draft._decode = decoded  # type: ignore[method-assign]
+    asked = [f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS]
+    prompts = [model.tokenize_chat([{"role": "user", "content": question}]) for question in asked]
+    plain = lp.SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, speculate="off")
+    ways: list[tuple[str, float]] = [("plain", 0.0)]
+    ways += [("one", share) for share in shares] + [("gate", share) for share in shares]
+    seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
+    counts: dict[tuple[str, float], list[int]] = {way: [0, 0, 0, 0] for way in ways}
+    options: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 1, "n_threads": 1, "cache_bytes": 0}
+    with contextlib.ExitStack() as stack:
+        engines = {
+            way: stack.enter_context(lp.Engine(model, **options, draft=None if way[0] == "plain" else draft))
+            for way in ways
+        }
+        for i in range(rounds + 1):  # the first one warms up
+            for way in [ways[0], *ways[1:][:: -1 if i % 2 else 1]]:
+                engine, (kind, script.share) = engines[way], way
+                Gate.choose = always_one if kind == "one" else choose  # type: ignore[method-assign]
+                before, began_s = engine.stats(), time.process_time()
+                tokens = engine.generate(
+                    prompts[i], plain if kind == "plain" else replace(plain, speculate="draft")
+                )
+                seconds[way].append(time.process_time() - began_s)
+                after = engine.stats()
+                if kind == "plain":
+                    script.text = [*prompts[i], *tokens.token_ids]
+                is_equal = [*prompts[i], *tokens.token_ids] == script.text
+                found = (after.steps - before.steps, after.n_drafted - before.n_drafted)
+                for j, n in enumerate((*found, after.n_accepted - before.n_accepted, is_equal)):
+                    counts[way][j] += n if i or j == 3 else 0
+    for way in ways[1:]:
+        kind, share = way
+        ratios = [a / b for a, b in zip(seconds["plain", 0.0][1:], seconds[way][1:], strict=True)]
+        lengths = range(1, 2 if kind == "one" else len(rows))
+        expected = [
+            sum(share**k for k in range(n + 1)) * rows[0] / (rows[n] + first_s + (n - 1) * again_s)
+            for n in lengths
+        ]
+        if kind == "gate":
+            expected.append(1.0)
+        steps, n_drafted, n_right, n_equal = counts[way]
+        print(
+            f"{kind:<5}{share:.2f} right: {statistics.median(ratios):.3f} times as fast ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}), by arithmetic {max(expected):.3f}; {steps / 256 / rounds:.2f} of the steps, "
+            f"{n_right} of {n_drafted} right, {n_equal} of {rounds + 1} texts equal",
+            flush=True,
+        )
+
+
+def print_costs(model: lp.Model, draft: Path) -> tuple[list[float], float, float]:
+    """Prints and returns what a step of several rows and a step of an EAGLE-3 draft take, and what right guesses then bring.
 
     Least seconds of the process, one thread. The first guess of a step also computes the tokens since the last one.
     A step of the model comes before each draft, as in an engine: what the draft reads is then no longer in the
@@ -365,6 +452,7 @@ def print_costs(model: lp.Model, draft: Path) -> None:
             f"{a}: {sum(a**k for k in range(n + 1)) * rows[0] / took:.2f}" for a in (0.4, 0.6, 0.8)
         )
         print(f"{n} guesses pay from a share of right ones of {even} on; speed by share {gains}")
+    return rows, first_s, again_s
 
 
 def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from llamapipe._engine.policy.core import Request
-from llamapipe._engine.policy.speculation import Gate, Guess
+from llamapipe._engine.policy.speculation import Gate, Guess, alternatives
 
 
 class EagerGate(Gate):
@@ -19,7 +19,7 @@ class EagerGate(Gate):
         chosen: dict[Request, Sequence[int]] = {}
         drafts: dict[Request, int] = {}
         n_left = min(self.n_most, n_room)
-        for guess in guesses:
+        for guess in alternatives(guesses)[-1]:
             n = min(self.rng.randrange(1, 9), len(guess.tokens), n_left)
             n_left -= n
             if n and guess.is_draft:

@@ -311,6 +311,10 @@ class SimDrafter:
         self._world = world
         self._n_ctx = n_ctx
         self.closed = False
+        self.took_s = 0.0
+
+    def begin(self) -> None:
+        """As a draft model does."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
         """As a draft model does."""
@@ -324,6 +328,7 @@ class SimDrafter:
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         """As a draft model does."""
         rng = self._world.rng
+        self.took_s = self.seconds(chosen)
         drafts: dict[Request, Sequence[int]] = {}
         for request, n in chosen.items():
             tokens = list(request.tokens)

@@ -57,6 +57,15 @@ _LEAST_GAPS = 8
 _CELLS_PER_GAP = 200
 
 
+def _likeliest(guesses: Sequence[Guess], n: int) -> list[Guess]:
+    """Return the guesses of the ``n`` requests that are expected to get the most tokens from them."""
+    worth: dict[Request, float] = {}
+    for guess in guesses:
+        worth[guess.request] = max(worth.get(guess.request, 0.0), guess.share * len(guess.tokens))
+    kept = set(sorted(worth, key=lambda request: -worth[request])[:n])
+    return [guess for guess in guesses if guess.request in kept]
+
+
 class Scheduler:
     """The requests of one context.
 
@@ -443,12 +452,12 @@ class Scheduler:
             guess = Guess(request, tokens, share) if tokens else None
             if drafter is not None and request.spec.drafts:
                 draft = drafter.guess(request, n)
-                if draft is not None and (guess is None or draft.share * draft.sure > share):
-                    guess = draft
+                if draft is not None:
+                    guesses.append(draft)
             if guess is not None:
                 guesses.append(guess)
         if gate.copies_states and len(guesses) > MOST_COPIES:
-            guesses = sorted(guesses, key=lambda guess: -guess.share * len(guess.tokens))[:MOST_COPIES]
+            guesses = _likeliest(guesses, MOST_COPIES)
         n = len(decoding)
         if not guesses:
             return {}
@@ -635,13 +644,16 @@ class Scheduler:
             self._running.add(request)
         return True
 
-    def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """Learn the time of a step, from its launch until its tokens were sampled."""
+    def observe(self, plan: BatchPlan, seconds: float, turn_s: float | None = None) -> None:
+        """Learn the time of a step, from its launch until its tokens were sampled.
+
+        ``turn_s``: of its whole turn of the loop, which callers wait for; None: the same.
+        """
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
             return  # it says little about others
         if plan.n_guessed or ((self.can_guess or self.drafts) and plan.n_decode == len(plan.tokens)):
-            self.gate.observe(plan.n_decode, plan.n_guessed, seconds)
+            self.gate.observe(plan.n_decode, plan.n_guessed, seconds if turn_s is None else turn_s)
         budget = self.batch_builder.budget
         if budget.is_on and (plan.n_decode or self._running.others) and not plan.n_guessed:
             n = len(plan.tokens) - plan.n_decode - len(plan.padding)

@@ -25,7 +25,12 @@ with the token after them.
 
 A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It chooses the number of guessed
 tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
-decode, since prompts use a step better. Pure policy.
+decode, since prompts use a step better.
+
+What a step costs is the time of a whole turn of the loop, with planning, delivery and what wakes callers: these are
+what a caller waits for. A draft costs time of its own, so it replaces surer and free guesses only where that brings
+more tokens a second. And because what is expected of a draft may be wrong, drafts have a credit (``Gate``): they may
+lose little more than ``_REFILL`` of the time, however bad they are. Pure policy.
 """
 
 from __future__ import annotations
@@ -50,6 +55,9 @@ _RETRY = 100  # decisions against guesses, before one is made anyway: what steps
 # The most of them before a draft. They double with each draft in vain. After a longer pause the next one costs more.
 _MOST_RETRY = 3200
 _LONGEST_PAUSE = 32  # decisions without drafts, after several against them
+# Of drafts, in times of a step without guesses: what they may lose at first, what each step adds, and the most of it.
+_CREDIT, _REFILL, _MOST_CREDIT = 3.0, 0.005, 6.0
+_LOOK_AGAIN = 32  # drafts, after which a step has none: what a step without takes may have changed
 MOST_COPIES = 4  # of states, for the requests of a step: each is as large as thousands of cells
 FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
 
@@ -99,7 +107,15 @@ EVERY = Worth()
 
 
 class Drafter(Protocol):
-    """A source of guesses whose tokens take time to make. For the engine thread."""
+    """A source of guesses whose tokens take time to make. For the engine thread.
+
+    ``took_s``: measured seconds from ``begin`` to the end of the last ``draft``.
+    """
+
+    took_s: float
+
+    def begin(self) -> None:
+        """Note that the next step is being decided on: from here on, time is the draft's."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
@@ -182,6 +198,50 @@ def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
     return [0] * (n - 2) + list(n_guessed[-2:])
 
 
+def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
+    """Return the choices among guesses of which a request may have two; the last one has the most drafts."""
+    ready = {guess.request: guess for guess in guesses if not guess.is_draft}
+    drafts = {guess.request: guess for guess in guesses if guess.is_draft}
+    if not ready or not drafts:
+        return [guesses]
+    found: list[Sequence[Guess]] = [list(ready.values())]
+    if not drafts.keys() <= ready.keys():
+        found.append(list({**drafts, **ready}.values()))
+    better = {
+        request: draft
+        for request, draft in drafts.items()
+        if request not in ready or draft.share * draft.sure > ready[request].share
+    }
+    if not better.keys().isdisjoint(ready):
+        found.append(list({**ready, **better}.values()))
+    return found
+
+
+class _Choice(NamedTuple):
+    """How many tokens of each guess are worth it, perhaps none, and the tokens a second that are expected then.
+
+    ``attempt``: the numbers to try if none are worth it, with ``attempt_speed``. ``row_s``: see ``Worth``.
+    """
+
+    guesses: Sequence[Guess]
+    chosen: Mapping[Request, int]
+    speed: float
+    attempt: Mapping[Request, int]
+    attempt_speed: float
+    row_s: float
+
+    @property
+    def drafts(self) -> dict[Request, int]:
+        """The numbers of tokens to draft."""
+        return {
+            g.request: self.chosen[g.request] for g in self.guesses if g.is_draft and g.request in self.chosen
+        }
+
+    def attempted(self) -> _Choice:
+        """Return the choice that is to be tried."""
+        return self._replace(chosen=self.attempt)
+
+
 class Gate:
     """Chooses how many guessed tokens a step computes, and counts them.
 
@@ -192,6 +252,10 @@ class Gate:
     tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
     states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
     ``n_longest``: maximum guessed tokens of a request.
+
+    Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
+    adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
+    that may cost more than is left is not made, whatever is expected of it.
     """
 
     def __init__(
@@ -218,7 +282,13 @@ class Gate:
         self.n_drafted_by_model = self.n_accepted_by_model = 0  # those of the drafter
         self.drafter = drafter
         self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
-        self._retry = _RETRY
+        self._n_without = 0  # decisions since the last draft
+        self._retry = _RETRY  # of them, after which a draft is made anyway
+        self._n_in_a_row = 0  # drafts
+        self._credit = _CREDIT  # what drafts may still lose, in times of a step without guesses
+        self._apart_s = 0.0  # of the next step's turn: drafts and copies, which are counted apart
+        self._has_drafts = False  # that step
+        self._n_known = 0  # of ``n_accepted``, at the last step
         self._splits = splits
         self._n_refused = 0
         self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
@@ -230,69 +300,113 @@ class Gate:
     @property
     def considers_drafts(self) -> bool:
         """Whether the next decision is also about drafts."""
-        return self.drafter is not None and self._n_paused >= self._pause
+        return (
+            self.drafter is not None
+            and self._n_paused >= self._pause
+            and self._credit > 0
+            and self._n_in_a_row < _LOOK_AGAIN
+        )
 
     def next_drafter(self) -> Drafter | None:
         """Return the drafter if the next decision is also about drafts."""
+        if self.drafter is None:
+            return None
         if self.considers_drafts:
             self._n_paused = 0
+            self.drafter.begin()
             return self.drafter
         self._n_paused += 1
-        self._n_refused += 1
+        self._n_without += 1
+        self._n_in_a_row = 0
         return None
 
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
-        """Choose the guesses, at most ``n_room`` tokens, to compute after the last ones of ``n_decoding`` requests."""
+        """Choose the guesses, at most ``n_room`` tokens, to compute after the last ones of ``n_decoding`` requests.
+
+        A request may have two: one with its tokens, and a draft.
+        """
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
             return {}
+        found = [self._best(n_decoding, these, n_room, plain_s) for these in alternatives(guesses)]
+        best = max(found, key=lambda one: one.speed)
+        has_drafts = any(guess.is_draft for guess in guesses)
+        if has_drafts and not best.drafts:
+            self._n_without += 1
+            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            attempt = found[-1].attempted()
+            if self._n_without >= self._retry and attempt.drafts:
+                best = attempt
+                self._retry = min(2 * self._retry, _MOST_RETRY)
+        elif best.drafts:
+            self._pause, self._retry = 0, _RETRY
+        if not best.chosen:
+            self._n_refused += 1
+            if self._n_refused < _RETRY or has_drafts:
+                return {}
+            best = best.attempted()
+        self._n_refused = 0
+        return self._made(n_decoding, best)
+
+    def _best(self, n_decoding: int, guesses: Sequence[Guess], n_room: int, plain_s: float) -> _Choice:
+        """Return the lengths of these guesses that bring the most tokens a second, if any are worth it."""
         drafting = {guess.request for guess in guesses if guess.is_draft}
-        best, n_best, best_speed = {}, 0, _LEAST_GAIN * n_decoding / plain_s
-        tried, tried_speed, row_s = {}, 0.0, 0.0
-        n_longest = max(len(guess.tokens) for guess in guesses)
+        best: Mapping[Request, int] = {}
+        attempt: Mapping[Request, int] = {}
+        best_speed, attempt_speed, row_s = _LEAST_GAIN * n_decoding / plain_s, 0.0, 0.0
+        n_longest = max((len(guess.tokens) for guess in guesses), default=0)
         # No number of guesses brings more tokens, and more of them take no less time.
         n_at_best = n_decoding + sum(1 / (1 - min(guess.share * guess.sure, 0.99)) - 1 for guess in guesses)
         for length in _LENGTHS:
             chosen, n_expected, n_rows = _cut(guesses, length)
-            n_added = sum(chosen.values())
-            if n_added > min(self.n_most, n_room):
+            if sum(chosen.values()) > min(self.n_most, n_room):
                 break
             seconds = step_s = self._seconds(n_decoding, chosen, n_rows)
             if drafting and self.drafter is not None:
                 seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
             if self.copies_states:
                 seconds += self._return_seconds(n_decoding, guesses, chosen)
+            if drafting and seconds > (1 + self._credit) * plain_s:  # if all are wrong
+                break
             speed = (n_decoding + n_expected) / seconds
             if speed > best_speed:
-                best, n_best, best_speed = chosen, n_added, speed
-            if speed > tried_speed:
-                tried, tried_speed = chosen, speed
+                best, best_speed = chosen, speed
+            if speed > attempt_speed:
+                attempt, attempt_speed = chosen, speed
                 row_s = max(step_s - plain_s, 0.0) / n_rows if n_rows else 0.0
-            if length >= n_longest or n_at_best <= max(best_speed, tried_speed) * seconds:
+            if length >= n_longest or n_at_best <= max(best_speed, attempt_speed) * seconds:
                 break
-        if not n_best:
-            self._n_refused += 1
-            if drafting:
-                self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            if self._n_refused < (self._retry if drafting else _RETRY):
-                return {}
-            best = tried
-            if drafting:
-                self._retry = min(2 * self._retry, _MOST_RETRY)
-        elif drafting:
-            self._pause, self._retry = 0, _RETRY
-        self._n_refused = 0
-        tokens = {guess.request: guess.tokens for guess in guesses if guess.request in best}
+        return _Choice(guesses, best, best_speed, attempt, attempt_speed, row_s)
+
+    def _made(self, n_decoding: int, best: _Choice) -> dict[Request, Sequence[int]]:
+        """Return the tokens of the chosen guesses; makes those of drafts."""
+        drafting = best.drafts
+        chosen = dict(best.chosen)
+        tokens = {guess.request: guess.tokens for guess in best.guesses if guess.request in chosen}
         if drafting and self.drafter is not None:
             # Where rows of one length are one pass over the weights, a draft that ends earlier makes it two.
             is_even = n_decoding > 1 and (self._splits or self.has_window or self.keeps_states)
-            worth = EVERY if is_even else Worth(max(best_speed, tried_speed), row_s)
-            drafted = self.drafter.draft({r: n for r, n in best.items() if r in drafting}, worth)
+            worth = EVERY if is_even else Worth(max(best.speed, best.attempt_speed), best.row_s)
+            expected_s = self.drafter.seconds(drafting)
+            if self.copies_states:
+                expected_s += self._return_seconds(n_decoding, best.guesses, chosen)
+            self._spend(n_decoding, expected_s)
+            drafted = self.drafter.draft(drafting, worth)
+            self._apart_s += self.drafter.took_s
+            self._n_without = 0
+            self._n_in_a_row += 1
             tokens = {r: drafted.get(r, ()) if r in drafting else tokens[r] for r in tokens}
-            best = {r: min(best[r], len(tokens[r])) for r in best if tokens[r]}
-        is_split = self._is_split(n_decoding, best)
-        self._expected_s = self._seconds(n_decoding, best) / self._factor if is_split else 0.0
-        return {request: tokens[request][:n] for request, n in best.items()}
+            chosen = {r: min(chosen[r], len(tokens[r])) for r in chosen if tokens[r]}
+            self._has_drafts = any(r in drafting for r in chosen)
+        is_split = self._is_split(n_decoding, chosen)
+        self._expected_s = self._seconds(n_decoding, chosen) / self._factor if is_split else 0.0
+        return {request: tokens[request][:n] for request, n in chosen.items()}
+
+    def _spend(self, n_decoding: int, seconds: float) -> None:
+        """Change the credit of drafts by lost seconds; negative: they were won."""
+        plain_s = self.times.of(n_decoding)
+        if plain_s > 0:
+            self._credit = min(self._credit - seconds / plain_s, _MOST_CREDIT)
 
     def _is_split(self, n_decoding: int, chosen: Mapping[Request, int]) -> bool:
         """Return whether the step takes several passes because its sequences have different numbers of tokens."""
@@ -328,8 +442,12 @@ class Gate:
                     seconds += wrong * (self.times.of(round(n_next)) - before)
         return seconds
 
+    def exclude(self, seconds: float) -> None:
+        """Leave seconds out of the turn of the next step."""
+        self._apart_s += seconds
+
     def observe_copies(self, n: int, seconds: float) -> None:
-        """Learn the time that copying ``n`` states took."""
+        """Learn the time that copying ``n`` states took, which is part of the next step's turn."""
         each_s = seconds / n
         if not self._has_copied:  # into new memory, whose pages take longer than the copy
             self._has_copied = True
@@ -342,12 +460,30 @@ class Gate:
         )
 
     def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
-        """Learn from a step in which requests only decoded."""
+        """Learn from a step in which requests only decoded, and what its turn of the loop took.
+
+        Tokens that were right are in ``n_accepted`` already.
+        """
+        seconds -= self._apart_s
+        self._apart_s = 0.0
+        n_right, self._n_known = self.n_accepted - self._n_known, self.n_accepted
+        if seconds <= 0:  # two clocks, or one that was changed
+            return
         if not n_guessed or not self._expected_s:
             self.times.observe(n_decoding + n_guessed, seconds)
+            usual_s = self.times.of(n_decoding + n_guessed)
         else:
             ratio = min(max(seconds / self._expected_s, 0.25), 4.0)
             self._factor = _KEPT * self._factor + (1 - _KEPT) * ratio
+            usual_s = self._expected_s * self._factor
+        if self.drafter is None:
+            return
+        plain_s = self.times.of(n_decoding)
+        if self._has_drafts:
+            # What such steps take as a rule: this one may have waited for a core.
+            self._spend(n_decoding, usual_s - plain_s * (1 + n_right / n_decoding))
+        self._has_drafts = False
+        self._spend(n_decoding, -_REFILL * plain_s)
 
 
 def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float, float]:

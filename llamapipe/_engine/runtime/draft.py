@@ -110,7 +110,10 @@ class DraftModel:
         self._chances = [Mean((i + 0.5) / _N_BINS, _N_OF_BIN, _MOST_OF_ALL) for i in range(_N_BINS)]
         self._failed = False
         self._ends: dict[Request, int] = {}  # the entries of the last decode whose rows were wanted
-        self._since_s = 0.0  # the end of the last decode of a draft, or its beginning
+        self.took_s = 0.0
+        self._began_s = 0.0  # the decision
+        self._since_s = 0.0  # the end of the last decode of a draft, or the beginning of its decision
+        self._rest = StepTimes()  # of what comes after the last decode
         self._computes_here = not (on_gpu(context.model) and on_gpu(target.model))
 
     def __repr__(self) -> str:
@@ -118,6 +121,10 @@ class DraftModel:
         return f"<DraftModel {self._context.model.path.name!r} {shares} {self.times!r}>"
 
     # ---- what a draft would bring and cost
+    def begin(self) -> None:
+        """Note that the next step is being decided on."""
+        self._began_s = perf_counter()
+
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess whose tokens are still to be drafted; None if there can be none."""
         held = self._held[request.slot]
@@ -196,7 +203,7 @@ class DraftModel:
                 self._held[request.slot].sure.mean ** i for request, n in chosen.items() if n > i
             )
             seconds += self._of(max(round(n_expected), 1)) * min(n_expected, 1.0)
-        return seconds + self._of(n_first)
+        return seconds + self._of(n_first) + self._rest.of(1)
 
     def _of(self, n: int) -> float:
         return self.times.of(_rounded(n))
@@ -207,7 +214,8 @@ class DraftModel:
         if not chosen:
             return {}
         context, target = self._context, self._target
-        self._since_s = perf_counter()
+        # The decision is part of what a draft costs.
+        self._since_s = self._began_s = self._began_s or perf_counter()
         if self._computes_here:
             target.park_threads()
             if context.n_threads != target.n_threads:
@@ -223,6 +231,9 @@ class DraftModel:
         finally:
             if self._computes_here:
                 context.park_threads()
+            now_s = perf_counter()
+            self._rest.observe(1, now_s - self._since_s)
+            self.took_s, self._began_s = now_s - self._began_s, 0.0
 
     def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
         n_room = self._n_room

@@ -136,6 +136,7 @@ class EngineLoop:
         self.failure: BackendError | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
+        self._turn_began_s = 0.0  # when the last step was sampled, or a wait has ended since
         self._late = LateDraws()
         executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
@@ -623,7 +624,7 @@ class EngineLoop:
                     inbox.run_next()
                 continue
             self._wait()
-            waited = perf_counter()
+            waited = self._turn_began_s = perf_counter()
             self._idle_s += waited - started
             started = waited
 
@@ -678,7 +679,10 @@ class EngineLoop:
 
     def _change_cells(self) -> bool:
         """Perform the queued changes to KV cells. Return False if a sequence lost its cells."""
+        began, gate = perf_counter(), self._scheduler.gate
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
+        if gate.copies_states:
+            gate.exclude(perf_counter() - began)
         return not any(changes) or self._scheduler.cells_changed(changes)
 
     # ---- one step
@@ -747,7 +751,8 @@ class EngineLoop:
                 self._finished(request)
         self._last_step = oldest.step_id
         self._step_times.add(drawn - oldest.began_s)
-        scheduler.observe(plan, drawn - oldest.began_s)
+        scheduler.observe(plan, drawn - oldest.began_s, drawn - self._turn_began_s)
+        self._turn_began_s = drawn
         self._n_steps += 1
         n_sampled = len(sampled)
         if plan.n_guessed:

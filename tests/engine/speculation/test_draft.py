@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -298,15 +299,20 @@ def test_unfit_models_are_refused(make_engine: MakeEngine, demo: lp.Model, tmp_p
 
 # ---- when it pays
 class Paid:
-    """A drafter that takes as long as a test says."""
+    """A drafter that takes as long as a test says, and thinks that a share of its tokens is right."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, share: float = 0.9) -> None:
         self.seconds_a_token = seconds
+        self.share = share
         self.n_calls = 0
         self.worth = EVERY
+        self.took_s = 0.0
 
-    def guess(self, request: Request, n: int) -> Guess | None:
-        return Guess(request, range(n), 0.9, is_draft=True)
+    def begin(self) -> None:
+        pass
+
+    def guess(self, request: Request, n: int) -> Guess:
+        return Guess(request, range(n), self.share, is_draft=True)
 
     def seconds(self, chosen: Mapping[Request, int]) -> float:
         return self.seconds_a_token * max(chosen.values(), default=0)
@@ -314,23 +320,55 @@ class Paid:
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         self.n_calls += 1
         self.worth = worth
+        self.took_s = self.seconds(chosen)
         return {request: [7] * n for request, n in chosen.items()}
 
     def close(self) -> None:
         pass
 
 
-def lengths(gate: Gate, n_decisions: int) -> list[int]:
-    found = []
-    for _ in range(n_decisions):
-        drafter = gate.next_drafter()
-        if drafter is None:
-            found.append(0)
-            continue
-        guess = drafter.guess(Request([1]), 24)
-        assert guess is not None
-        found.append(sum(map(len, gate.choose(1, [guess], 512).values())))
-    return found
+def learn(gate: Gate, step_s: Callable[[int], float]) -> None:
+    """Show a gate what steps take, before it has a drafter."""
+    drafter, gate.drafter = gate.drafter, None
+    for n in [*range(1, 33)] * 8:
+        gate.observe(n, 0, step_s(n))
+    gate.drafter = drafter
+
+
+def play(
+    gate: Gate,
+    n_tokens: int,
+    step_s: Callable[[int], float],
+    share: float,
+) -> tuple[list[int], float]:
+    """Generate tokens, of which a share is what the draft said.
+
+    Returns how many tokens each step guessed, and the time over that without guesses.
+    """
+    rng = random.Random(1)
+    request, found, n, seconds = Request([1]), [], 0, 0.0
+    while n < n_tokens:
+        drafter, chosen = gate.next_drafter(), {}
+        n_calls = drafter.n_calls if isinstance(drafter, Paid) else 0
+        draft = None if drafter is None else drafter.guess(request, 24)
+        if draft is not None:
+            chosen = gate.choose(1, [draft], 512)
+        n_guessed = sum(map(len, chosen.values()))
+        n_right = next((i for i in range(n_guessed) if rng.random() >= share), n_guessed)
+        gate.n_accepted += n_right
+        took_s = step_s(1 + n_guessed)
+        if isinstance(drafter, Paid) and drafter.n_calls > n_calls:
+            took_s += drafter.took_s
+        gate.observe(1, n_guessed, took_s)
+        found.append(n_guessed)
+        seconds += took_s
+        n += 1 + n_right
+    return found, seconds / (n * step_s(1))
+
+
+def slowly(n: int) -> float:
+    """Seconds of a step with ``n`` rows."""
+    return 0.01 + 0.002 * (n - 1)
 
 
 def test_cheap_drafts_are_long_and_dear_ones_are_not_made() -> None:
@@ -338,9 +376,8 @@ def test_cheap_drafts_are_long_and_dear_ones_are_not_made() -> None:
     for seconds in (0.0001, 0.002, 0.004, 0.02):
         drafter = Paid(seconds)
         gate = Gate(32, drafter=drafter)
-        for n in range(1, 33):
-            gate.observe(n, 0, 0.01 + 0.0002 * n)
-        found.append(lengths(gate, 60)[-1])
+        learn(gate, lambda n: 0.01 + 0.0002 * n)
+        found.append(max(play(gate, 60, lambda n: 0.01 + 0.0002 * n, 0.9)[0]))
         if seconds == 0.02:
             assert drafter.n_calls == 0
     assert found == sorted(found, reverse=True)
@@ -349,13 +386,65 @@ def test_cheap_drafts_are_long_and_dear_ones_are_not_made() -> None:
 
 def test_drafts_that_do_not_pay_are_seldom_tried() -> None:
     gate = Gate(32, drafter=Paid(0.02))
-    for n in range(1, 33):
-        gate.observe(n, 0, 0.01)
-    found = lengths(gate, 30_000)
+    learn(gate, lambda n: 0.01)
+    found, _ = play(gate, 30_000, lambda n: 0.01, 0.0)
     tries = [i for i, n in enumerate(found) if n]
-    assert len(tries) < 15
+    assert 5 < len(tries) < 15
     gaps = [b - a for a, b in pairwise(tries)]
     assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize("draft_s", [0.0005, 0.002, 0.005])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_drafts_that_promise_too_much_lose_little(draft_s: float, share: float) -> None:
+    """Less than two steps of a hundred, from the first text on."""
+    gate = Gate(32, drafter=Paid(draft_s, share=0.9))
+    learn(gate, slowly)
+    found, relative = play(gate, 256, slowly, share)
+    assert 0 < sum(map(bool, found)) < 30
+    assert relative < 1.02
+    assert play(gate, 2560, slowly, share)[1] < 1.01
+
+
+def test_drafts_that_promise_too_much_are_taken_where_they_pay() -> None:
+    gate = Gate(32, drafter=Paid(0.001, share=0.9))
+    learn(gate, slowly)
+    assert play(gate, 2560, slowly, 0.7)[1] < 0.97
+
+
+def test_a_step_without_guesses_is_measured_again() -> None:
+    """It was slow when the drafts began. Now they are all that makes a step slow."""
+    gate = Gate(32, drafter=Paid(0.001, share=0.5))
+    learn(gate, lambda n: 0.02 if n == 1 else 0.021)
+    found, _ = play(gate, 200, lambda n: 0.02 if n == 1 else 0.021, 0.5)
+    assert sum(map(bool, found)) > 100 and max(_runs(found)) == 32
+    found, _ = play(gate, 1000, lambda n: 0.01 if n == 1 else 0.021, 0.5)
+    assert sum(map(bool, found[200:])) < 10
+
+
+def _runs(found: Sequence[int]) -> list[int]:
+    """The lengths of the runs of steps with guesses."""
+    return [len(list(run)) for is_guessed, run in groupby(found, bool) if is_guessed]
+
+
+def test_a_free_guess_is_taken_where_a_draft_brings_little_more() -> None:
+    for draft_s, from_draft in ((0.0001, True), (0.004, False)):
+        drafter = Paid(draft_s, share=0.7)
+        gate = Gate(32, drafter=drafter)
+        learn(gate, slowly)
+        free = Guess(Request([1]), [5] * 8, 0.6)
+        found = gate.choose(1, [drafter.guess(free.request, 8), free], 512)
+        assert set(found[free.request]) == ({7} if from_draft else {5})
+        assert drafter.n_calls == from_draft
+
+
+def test_a_draft_is_made_beside_free_guesses_of_others() -> None:
+    drafter = Paid(0.0001, share=0.7)
+    gate = Gate(32, drafter=drafter)
+    learn(gate, lambda n: 0.01 + 0.0002 * n)
+    free, other = Guess(Request([1]), [5] * 8, 0.99), Request([1])
+    found = gate.choose(2, [free, drafter.guess(free.request, 8), drafter.guess(other, 8)], 512)
+    assert set(found[free.request]) == {5} and set(found[other]) == {7}
 
 
 @pytest.mark.parametrize(("n_requests", "splits"), [(1, False), (1, True), (3, False), (3, True)])
@@ -363,8 +452,7 @@ def test_a_draft_is_told_what_a_row_is_worth(n_requests: int, splits: bool) -> N
     """But not where rows of one length are one pass, and drafts of several requests should have the same."""
     drafter = Paid(0.001)
     gate = Gate(32, splits, drafter=drafter)
-    for n in [*range(1, 33)] * 8:
-        gate.observe(n, 0, 0.01 + 0.001 * n)
+    learn(gate, lambda n: 0.01 + 0.001 * n)
     guesses = [drafter.guess(Request([1]), 4) for _ in range(n_requests)]
     assert gate.choose(n_requests, [guess for guess in guesses if guess is not None], 512)
     if splits and n_requests > 1:

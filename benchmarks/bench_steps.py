@@ -391,8 +391,9 @@ def compare_scripted(
 
 
 def print_costs(model: lp.Model, draft: Path) -> tuple[list[float], float, float]:
-    """Prints and returns what a step of several rows and a step of an EAGLE-3 draft take, and what right guesses then bring.
+    """Prints and returns what a step of several rows and a step of an EAGLE-3 draft take.
 
+    Prints also what right guesses then bring.
     Least seconds of the process, one thread. The first guess of a step also computes the tokens since the last one.
     A step of the model comes before each draft, as in an engine: what the draft reads is then no longer in the
     processor's caches.
@@ -481,7 +482,10 @@ def compare_servers(model: Path, llama_server: Path, n: int, rounds: int) -> Non
 
 
 def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int, rounds: int) -> None:
-    """Prints the tokens a second of processor time of each server, one thread, and ours with the draft over each."""
+    """Prints the tokens a second of processor time of each server, one thread, and ours with the draft over each.
+
+    Each round starts each server again.
+    """
     theirs = [llama_server, "-m", model, "-np", n, "-c", n * 512, "-t", 1, "-tb", 1]
     theirs += ["--cache-ram", 0, "-no-kvu"]
     ours = [*SERVE, "-m", model, "--n-seq-max", n, "--n-ctx", 512, "--n-threads", 1, "--cache-bytes", 0]
@@ -496,15 +500,14 @@ def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int
         commands[f"llama-server, {n_most} drafted"] = [*theirs, *drafting, "--spec-draft-n-max", n_most]
     rates: dict[str, list[float]] = {name: [] for name in commands}
     asked = itertools.cycle(f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(n))
-        servers = {name: stack.enter_context(running(*command)) for name, command in commands.items()}
-        for i in range(rounds + 1):  # the first one warms up
-            prompts = [chat(next(asked)) for _ in range(n)]
-            for name, (port, pid) in list(servers.items())[:: -1 if i % 2 else 1]:
-                before_s = cpu_seconds(pid)
-                n_tokens = sum(pool.map(write, [port] * n, prompts))
-                if i:
+    with ThreadPoolExecutor(n) as pool:
+        for i in range(rounds):
+            warming, prompts = ([chat(next(asked)) for _ in range(n)] for _ in range(2))
+            for name, command in list(commands.items())[:: -1 if i % 2 else 1]:
+                with running(*command) as (port, pid):
+                    list(pool.map(write, [port] * n, warming, [64] * n))
+                    before_s = cpu_seconds(pid)
+                    n_tokens = sum(pool.map(write, [port] * n, prompts, [256] * n))
                     rates[name].append(n_tokens / (cpu_seconds(pid) - before_s))
     for name, values in rates.items():
         ratios = [a / b for a, b in zip(rates["llamapipe, draft"], values, strict=True)]
@@ -515,9 +518,9 @@ def compare_drafting_servers(model: Path, draft: str, llama_server: Path, n: int
         )
 
 
-def write(port: int, prompt: str) -> int:
-    """Lets a server write 256 tokens; returns their number."""
-    return complete(port, {"prompt": prompt, "max_tokens": 256, "temperature": 0, "ignore_eos": True})
+def write(port: int, prompt: str, n: int) -> int:
+    """Lets a server write ``n`` tokens; returns their number."""
+    return complete(port, {"prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True})
 
 
 def rewrite(port: int, i: int, version: int) -> int:

@@ -501,3 +501,24 @@ def test_a_token_that_is_not_worth_its_row_is_not_drafted(
             assert (drafter._sure.mean > 0.95) == (least == 0)
             assert sum(mean.n for mean in drafter._chances) > 60
     assert sum(lengths[0.5]) / len(lengths[0.5]) < sum(lengths[0.0]) / len(lengths[0.0])
+
+
+def test_the_gate_learns_from_whole_turns(
+    make_engine: MakeEngine, demo: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning and delivery are part of what a caller waits for, and a draft is not part of its step."""
+    seen: list[tuple[float, float, float]] = []
+    observe = Gate.observe
+
+    def observed(self: Gate, n_decoding: int, n_guessed: int, seconds: float) -> None:
+        seen.append((n_guessed, self._apart_s, seconds))
+        observe(self, n_decoding, n_guessed, seconds)
+
+    monkeypatch.setattr(Gate, "observe", observed)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, chosen: 0.0)
+    with make_engine(demo, n_ctx=256, n_seq_max=1, draft=demo) as engine:
+        engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=60, speculate="draft"))
+        n_steps = engine.stats().steps
+    assert len(seen) == n_steps - 1, "all but that of the prompt"
+    assert all(0 < apart_s < seconds for n, apart_s, seconds in seen if n)
+    assert any(n for n, *_ in seen)

@@ -55,7 +55,7 @@ def check_texts(engine: lp.Engine, way: dict[str, Any]) -> None:
         assert completion.token_ids == without.token_ids
         assert completion.finish_reason == without.finish_reason
     stats = engine.stats()
-    assert stats.n_drafted_by_model > 20
+    assert stats.n_drafted_by_model > 0  # how many depends on which steps a grammar's thread is in time for
     assert stats.n_accepted_by_model <= stats.n_drafted_by_model <= stats.n_drafted
     engine.check_integrity()
 

@@ -14,6 +14,11 @@ class EagerGate(Gate):
 
     rng = random.Random(1)
 
+    @property
+    def considers_drafts(self) -> bool:
+        """Whether there is a drafter: what drafts have cost does not matter."""
+        return self.drafter is not None
+
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
         """Up to eight tokens of each guess."""
         chosen: dict[Request, Sequence[int]] = {}

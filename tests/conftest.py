@@ -107,6 +107,14 @@ def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
 
 
 @pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is guessed is taken: times do not decide."""
+    from support.eager_gate import EagerGate
+
+    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+
+
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of callers, whose deadlines pass when the test says so."""
     from support.clock import Clock

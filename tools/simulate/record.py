@@ -96,9 +96,9 @@ class _Observer:
         self._n_copied += n_copied
         return ops
 
-    def observe(self, plan: BatchPlan, seconds: float) -> None:
+    def observe(self, plan: BatchPlan, seconds: float, turn_s: float | None = None) -> None:
         """Wraps ``Scheduler.observe``, and records the step."""
-        self._observe(plan, seconds)
+        self._observe(plan, seconds, turn_s)
         now_s, idle_s = perf_counter(), self._loop._idle_s
         if plan.repeats:
             self._load = self._load.repeated()

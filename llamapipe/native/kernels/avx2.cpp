@@ -201,7 +201,8 @@ struct Avx2 {
 
     static constexpr Tile kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;  // whose sums fit the registers
     // None: code for both kinds of lines was measured to make tiles of four rows slower.
-    static constexpr int kDirectRows = 0, kDirectPanels = 1;
+    static constexpr Tile kDirectTile     = { 0, 1 };
+    static constexpr int  kMostDirectRows = 0;
 
     template <typename Panel, typename Weights> static void unpack(const Panel *panel, int n, Weights &out) {
         kernels::unpack<Vector32>(panel, n, out);

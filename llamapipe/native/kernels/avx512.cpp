@@ -108,7 +108,8 @@ struct Vector {
 struct Tiles {
     static constexpr const char *kName = "avx512-vnni";
     static constexpr Tile        kTile = { 4, 4 }, kSuperTile = { 8, 2 }, kLowTile = { 4, 2 };
-    static constexpr int         kDirectRows = 4, kDirectPanels = 4;
+    static constexpr Tile        kDirectTile     = { 4, 4 };
+    static constexpr int         kMostDirectRows = 8;
 };
 
 using Avx512 = Vnni<Vector, Tiles>;

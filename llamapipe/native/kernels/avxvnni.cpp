@@ -39,7 +39,8 @@ struct Vector : Vector32 {
 struct Tiles {
     static constexpr const char *kName = "avx-vnni";
     static constexpr Tile        kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
-    static constexpr int         kDirectRows = 2, kDirectPanels = 1;
+    static constexpr Tile        kDirectTile     = { 2, 1 };
+    static constexpr int         kMostDirectRows = 2;
 };
 
 using AvxVnni = Vnni<Vector, Tiles>;

@@ -112,7 +112,8 @@ struct Vector {
 struct Tiles {
     static constexpr const char *kName = "neon-dotprod";
     static constexpr Tile        kTile = { 4, 1 }, kSuperTile = kTile, kLowTile = kTile;
-    static constexpr int         kDirectRows = 2, kDirectPanels = 1;
+    static constexpr Tile        kDirectTile     = { 2, 1 };
+    static constexpr int         kMostDirectRows = 2;
 };
 
 using Neon = Vnni<Vector, Tiles>;

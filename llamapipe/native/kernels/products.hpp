@@ -61,18 +61,18 @@ inline void prefetch(const void *address, size_t n_bytes) {
     for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(static_cast<const char *>(address) + i, 0, 2);
 }
 
-// Few rows are multiplied with lines that are made in registers: writing them costs more than making them again.
-template <typename Level, typename F> constexpr int kDirectRows =
-        std::is_same_v<typename F::Unpacked, Lines> ? Level::kDirectRows : 0;
+// Few rows are multiplied with lines that are made in registers: writing them costs more than making them again, and memory is
+// read while rows are multiplied instead of before.
+template <typename Level, typename F> constexpr int kMostDirectRows =
+        std::is_same_v<typename F::Unpacked, Lines> ? Level::kMostDirectRows : 0;
 
 template <typename F, typename W>
 constexpr bool kIsDirect = std::is_same_v<W, Direct> && !std::is_same_v<typename F::Unpacked, Direct>;
 
-// The products of Q panels with the rows [first, last).
-template <typename Level, typename F, typename W, int Q>
+// The products of Q panels with the rows [first, last), M at a time.
+template <typename Level, typename F, typename W, int M, int Q>
 void multiply_panels(const typename F::Panel *panels, int64_t n_blocks, const void *const *rows, int64_t first, int64_t last,
                      float *const *y, int64_t at) {
-    constexpr int M = kIsDirect<F, W> ? kDirectRows<Level, F> : kTile<Level, F>.rows;
     for (int64_t j = first; j < last; j++) memset(y[j] + at, 0, Q * kPanelRows * sizeof(float));
     for (int64_t i = 0; i < n_blocks; i += F::kAtOnce) {
         const int                n = n_blocks - i < F::kAtOnce ? static_cast<int>(n_blocks - i) : F::kAtOnce;
@@ -90,28 +90,37 @@ void multiply_panels(const typename F::Panel *panels, int64_t n_blocks, const vo
 }
 
 // The panels [p, n_panels), Q at a time.
-template <typename Level, typename F, typename W, int Q>
+template <typename Level, typename F, typename W, int M, int Q>
 void multiply_all(const typename F::Panel *all, int64_t p, int64_t n_panels, int64_t n_blocks, const void *const *rows,
                   int64_t first, int64_t last, float *const *y) {
     for (; p + Q <= n_panels; p += Q)
-        multiply_panels<Level, F, W, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
-    if constexpr (Q > 1) multiply_all<Level, F, W, kIsDirect<F, W> ? Q / 2 : 1>(all, p, n_panels, n_blocks, rows, first, last, y);
+        multiply_panels<Level, F, W, M, Q>(all + n_blocks * p, n_blocks, rows, first, last, y, kPanelRows * p);
+    if constexpr (Q > 1)
+        multiply_all<Level, F, W, M, kIsDirect<F, W> ? Q / 2 : 1>(all, p, n_panels, n_blocks, rows, first, last, y);
 }
 
 template <typename Level, typename F>
 void multiply(const void *panels, int64_t n_panels, int64_t n_columns, const void *const *rows, int64_t n_rows, float *const *y) {
-    constexpr int     Q        = kTile<Level, F>.panels;
+    constexpr Tile    few = Level::kDirectTile, more = kTile<Level, F>;
     const int64_t     n_blocks = n_columns / F::kColumns;
     const auto *const all      = static_cast<const typename F::Panel *>(panels);
     for (int64_t first = 0; first < n_rows; first += kRowsAtOnce) {
-        const int64_t last = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
-        if constexpr (kDirectRows<Level, F> > 0) {
-            if (last - first <= kDirectRows<Level, F>) {
-                multiply_all<Level, F, Direct, Level::kDirectPanels>(all, 0, n_panels, n_blocks, rows, first, last, y);
+        const int64_t  last    = first + kRowsAtOnce < n_rows ? first + kRowsAtOnce : n_rows;
+        constexpr auto most    = kMostDirectRows<Level, F>;
+        const auto     compute = [&](auto function) { function(all, 0, n_panels, n_blocks, rows, first, last, y); };
+        if constexpr (most > 0) {
+            if (last - first <= few.rows) {
+                compute(multiply_all<Level, F, Direct, few.rows, few.panels>);
                 continue;
             }
         }
-        multiply_all<Level, F, typename F::Unpacked, Q>(all, 0, n_panels, n_blocks, rows, first, last, y);
+        if constexpr (most > few.rows) {
+            if (last - first <= most) {
+                compute(multiply_all<Level, F, Direct, more.rows, more.panels>);
+                continue;
+            }
+        }
+        compute(multiply_all<Level, F, typename F::Unpacked, more.rows, more.panels>);
     }
 }
 
@@ -125,8 +134,8 @@ template <typename Level, typename P, typename W> constexpr Kernel kernel_of() {
     return { Type::kType,
              Level::kName,
              Type::kBlockColumns,
-             kDirectRows<Level, F> > 0 && Level::kDirectPanels > kTile<Level, F>.panels ? Level::kDirectPanels
-                                                                                        : kTile<Level, F>.panels,
+             kMostDirectRows<Level, F> > 0 && Level::kDirectTile.panels > kTile<Level, F>.panels ? Level::kDirectTile.panels
+                                                                                                 : kTile<Level, F>.panels,
              std::is_same_v<W, Expanded> ? kRowsAtOnce : 16,
              panel_bytes<P>,
              F::kSuper ? row_bytes_k : row_bytes_32,

@@ -1,12 +1,11 @@
 // States and convolutions at each level of this processor, against the chains of additions that define a result, in plain C++:
 // how many numbers of each level are equal; fails if one is not. Arrays end at pages that cannot be read. Built and run by
 // test_levels.py.
+#include "guarded.hpp"
 #include "linear.hpp"
 #include "target.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -22,34 +21,13 @@ namespace {
 
 enum Rule { kDeltaNet, kScan, kWkv7 };
 
-// Floats that end where a page begins that cannot be read.
-class Guarded {
+// Guarded floats, which are NaN or random.
+class Floats : public Guarded<float> {
 public:
-    explicit Guarded(int64_t n) : n_(n) {
-        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)),
-                     used = (static_cast<size_t>(n) * 4 + page - 1) / page * page;
-        size_             = used + page;
-        base_             = static_cast<char *>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        mprotect(base_ + used, page, PROT_NONE);
-        at_ = reinterpret_cast<float *>(base_ + used) - n;
-        std::fill_n(at_, n, NAN);
+    explicit Floats(int64_t n) : Guarded(n) { std::fill(begin(), end(), NAN); }
+    Floats(int64_t n, std::mt19937 &random) : Guarded(n) {
+        for (float &x : *this) x = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 1500;
     }
-    Guarded(int64_t n, std::mt19937 &random) : Guarded(n) {
-        for (int64_t i = 0; i < n; i++) at_[i] = static_cast<float>(static_cast<int>(random() % 2001) - 1000) / 1500;
-    }
-    ~Guarded() { munmap(base_, size_); }
-    Guarded(const Guarded &)            = delete;
-    Guarded &operator=(const Guarded &) = delete;
-
-    float  *operator+(int64_t i) const { return at_ + i; }
-    float  &operator[](int64_t i) const { return at_[i]; }
-    int64_t size() const { return n_; }
-
-private:
-    int64_t n_;
-    size_t  size_;
-    char   *base_;
-    float  *at_;
 };
 
 float product(const float *row, const float *by, int64_t n) {
@@ -76,7 +54,7 @@ void plain(Rule rule, const StateRows &s, float *row, int64_t j) {
     }
 }
 
-bool same(const Guarded &a, const Guarded &b, long &n) {
+bool same(const Floats &a, const Floats &b, long &n) {
     n += a.size();
     return memcmp(a + 0, b + 0, a.size() * 4) == 0;
 }
@@ -87,12 +65,12 @@ bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_column
     const auto    compute = rule == kDeltaNet ? level.delta_net : rule == kScan ? level.scan : level.wkv7;
     const int64_t stride = n_columns + random() % 9, y_stride = n_rows + random() % 9;
     const auto    series = [&] { return stride * (n_tokens - 1) + n_columns; };
-    const Guarded k(series(), random), q(series(), random), w(series(), random), a(series(), random), b(series(), random);
-    const Guarded v(stride * (n_tokens - 1) + n_rows, random), decays(n_tokens, random), factors(n_tokens, random);
-    const Guarded before(n_rows * n_columns, random);
-    const Guarded ours(n_rows * n_columns), ours_kept(n_rows * n_columns), y_ours(y_stride * (n_tokens - 1) + n_rows);
-    const Guarded theirs(n_rows * n_columns), theirs_kept(n_rows * n_columns), y_theirs(y_stride * (n_tokens - 1) + n_rows);
-    const auto    run = [&](const Guarded &state, const Guarded &kept, const Guarded &y, auto &&f) {
+    const Floats  k(series(), random), q(series(), random), w(series(), random), a(series(), random), b(series(), random);
+    const Floats  v(stride * (n_tokens - 1) + n_rows, random), decays(n_tokens, random), factors(n_tokens, random);
+    const Floats  before(n_rows * n_columns, random);
+    const Floats  ours(n_rows * n_columns), ours_kept(n_rows * n_columns), y_ours(y_stride * (n_tokens - 1) + n_rows);
+    const Floats  theirs(n_rows * n_columns), theirs_kept(n_rows * n_columns), y_theirs(y_stride * (n_tokens - 1) + n_rows);
+    const auto    run = [&](const Floats &state, const Floats &kept, const Floats &y, auto &&f) {
         memcpy(state + 0, before + 0, before.size() * 4);
         memset(kept + 0, 0, kept.size() * 4);
         for (int64_t i = 0; i < y.size(); i++) y[i] = 0;
@@ -101,7 +79,7 @@ bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_column
         const int64_t cut  = is_cut ? n_tokens / 2 : n_tokens;
         const float  *from = state + 0;
         for (int64_t first = 0, end = cut; first < n_tokens; first = end, end = n_tokens) {
-            const auto at = [&](const Guarded &all) { return Series{ all + first * stride, stride }; };
+            const auto at = [&](const Floats &all) { return Series{ all + first * stride, stride }; };
             if (first == end) continue;
             f(StateRows{ n_rows, n_columns, end - first, from, after.data() + first, at(k), at(q), at(v), decays + first,
                          factors + first, at(w), at(a), at(b), y + first * y_stride, y_stride, 0.25f });
@@ -121,8 +99,8 @@ bool check(const LinearLevel &level, Rule rule, int64_t n_rows, int64_t n_column
 bool check_convolution(const LinearLevel &level, int64_t width, int64_t n_channels, int64_t n_tokens, std::mt19937 &random,
                        long &n) {
     const int64_t x_stride = n_tokens + width - 1, stride = n_channels + random() % 5;
-    const Guarded x(n_channels * x_stride, random), weights(n_channels * width, random);
-    const Guarded y(stride * (n_tokens - 1) + n_channels), expected(y.size());
+    const Floats  x(n_channels * x_stride, random), weights(n_channels * width, random);
+    const Floats  y(stride * (n_tokens - 1) + n_channels), expected(y.size());
     for (int64_t i = 0; i < y.size(); i++) y[i] = expected[i] = 0;
     level.convolve(x + 0, x_stride, weights + 0, width, n_channels, n_tokens, y + 0, stride);
     for (int64_t t = 0; t < n_tokens; t++)
@@ -132,7 +110,7 @@ bool check_convolution(const LinearLevel &level, int64_t width, int64_t n_channe
             expected[t * stride + c] = sum;
         }
     // Rows of channels become rows of tokens.
-    const Guarded from(y.size(), random), to(n_channels * n_tokens), turned(to.size());
+    const Floats from(y.size(), random), to(n_channels * n_tokens), turned(to.size());
     level.transpose(from + 0, stride, n_channels, n_tokens, to + 0, n_tokens);
     for (int64_t t = 0; t < n_tokens; t++)
         for (int64_t c = 0; c < n_channels; c++) turned[c * n_tokens + t] = from[t * stride + c];

@@ -174,10 +174,12 @@ class BackgroundDraws:
             n_left_out = sampler.give_up_guess()
             for number in range(sampler.n_draws + 1, sampler.n_draws + 1 + n_left_out):
                 pending.pop((sampler, number), None)
-        self._n_late += len(pending)  # the engine thread is told of each token that arrives from here on
+        n_late = len(pending)
+        self._n_late += n_late  # the engine thread is told of each token that arrives from here on
         with suppress(Empty):
             while pending:
-                self._n_late -= self._sort(self._tokens.get_nowait(), pending, drawn, guessed)
+                self._sort(self._tokens.get_nowait(), pending, drawn, guessed)
+        self._n_late -= n_late - len(pending)
 
     def _sort(
         self,
@@ -185,18 +187,17 @@ class BackgroundDraws:
         pending: dict[tuple[BackgroundSampler, int], int],
         drawn: list[int],
         guessed: Sequence[int],
-    ) -> bool:
-        """Use a token of this step, or keep one of an earlier step. Return whether it belongs to this step."""
+    ) -> None:
+        """Use a token of this step, or keep one of an earlier step."""
         sampler, number, token_id = token
         i = pending.pop((sampler, number), None)
         if i is None:
             self._kept.append(token)
-            return False
+            return
         drawn[i] = token_id
         if guessed and token_id != guessed[i]:
             while pending.pop((sampler, number + 1), None) is not None:  # rows after a wrong guess
                 number += 1
-        return True
 
     def take(self) -> list[Drawn]:
         """Return the tokens that were drawn after their steps."""

@@ -444,12 +444,8 @@ class BackgroundSampler:
         self.draw_s = ended_s - began_s
         # Before the next draw, which the engine thread adds once it has this token. The last comes first.
         following: list[Job] = []
-        if token >= 0 and token == row.guessed:
-            with suppress(IndexError):  # the engine thread waits no longer
-                following_row = left.popleft()
-                following.append(lambda: self._draw(following_row, left, drawn, ended_s))
-        else:
-            left.clear()  # copies of rows are large
+        if left and token >= 0 and token == row.guessed:
+            following.append(lambda: self._draw_next(left, drawn, ended_s))
         if token >= 0 and chain is not None and chain.guide is not None:
             following += self._advance, self._look_ahead, lambda: self._accept(token)
         elif token >= 0 and chain is not None and chain.has_grammar and self.guesses and not following:
@@ -458,6 +454,22 @@ class BackgroundSampler:
         self._n_done -= len(following)
         self._jobs.extendleft(following)
         drawn(self, row.number, token)
+        if token != row.guessed:
+            left.clear()  # copies of rows are large
+
+    def _draw_next(self, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
+        """Draw from the next row along a guess, unless the engine thread waits no longer.
+
+        A row leaves ``left`` only when the token before it was passed to ``drawn``: so what ``give_up_guess`` leaves
+        out and what still arrives are all rows, and each only once.
+        """
+        try:
+            row = left.popleft()
+        except IndexError:
+            if self._chain is not None and self._chain.guide is None:
+                self._look_ahead()
+            return
+        self._draw(row, left, drawn, began_s)
 
     def _close_chain(self) -> None:
         chain, self._chain = self._chain, None

@@ -285,3 +285,27 @@ def test_forced_text_is_known_before_the_mask(demo: lp.Model, monkeypatch: pytes
     assert sampler.expects(forced[1:3])
     sampler.close()
     threads.close()
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["right", "wrong"])
+def test_a_guess_that_is_given_up_while_its_first_token_arrives(demo: lp.Model, is_right: bool) -> None:
+    """The number of the draw that the engine then waits for is that token's: no other one comes."""
+    rows = [np.full(demo.vocab.n_vocab, -100, np.float32) for _ in range(3)]
+    for row, token in zip(rows, START, strict=True):
+        row[token] = 100
+    guessed = [START[0] if is_right else START[1], START[1], -1]
+    numbers: list[int] = []
+
+    def drawn(sampler: BackgroundSampler, number: int, token: int) -> None:
+        assert token == START[0]
+        sampler.give_up_guess()
+        numbers.extend((number, sampler.n_draws))
+
+    threads = FairThreads(1)
+    sampler = BackgroundSampler(lambda: SamplerChain(demo.vocab), None, is_python=False)
+    sampler.start(threads)
+    sampler.draw(rows, guessed, drawn)
+    wait_until(lambda: not sampler.is_busy)
+    assert numbers == [1, 1]
+    sampler.close()
+    threads.close()

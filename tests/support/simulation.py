@@ -321,7 +321,7 @@ class SimDrafter:
         assert not self.closed and request.slot >= 0 and len(request.tokens) + n <= self._n_ctx
         return None if self._world.rng.random() < 0.1 else Guess(request, range(n), 0.9, is_draft=True)
 
-    def seconds(self, chosen: Mapping[Request, int]) -> float:
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
         """As a draft model does."""
         return 1e-4 * max(chosen.values(), default=0)
 

@@ -120,8 +120,8 @@ class Drafter(Protocol):
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
 
-    def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """Return the expected seconds of ``draft``."""
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
+        """Return the expected seconds of ``draft``, with a share of what later drafts need too, or the ``whole``."""
 
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> Mapping[Request, Sequence[int]]:
         """Return the drafted tokens of each request, at most the chosen number, perhaps none. Never raises."""
@@ -255,7 +255,8 @@ class Gate:
 
     Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
     adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
-    that may cost more than is left is not made, whatever is expected of it.
+    that may cost more than is left is not made, whatever is expected of it. One that is only tried also pays for the
+    prompt that it computes first.
     """
 
     def __init__(
@@ -331,12 +332,14 @@ class Gate:
         found = [self._best(n_decoding, these, n_room, plain_s) for these in alternatives(guesses)]
         best = max(found, key=lambda one: one.speed)
         has_drafts = any(guess.is_draft for guess in guesses)
+        is_attempt = False
         if has_drafts and not best.drafts:
             self._n_without += 1
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
             attempt = found[-1].attempted()
-            if self._n_without >= self._retry and attempt.drafts:
+            if self._n_without >= self._retry and self._affords(plain_s, attempt.drafts):
                 best = attempt
+                is_attempt = True
                 self._retry = min(2 * self._retry, _MOST_RETRY)
         elif best.drafts:
             self._pause, self._retry = 0, _RETRY
@@ -346,7 +349,13 @@ class Gate:
                 return {}
             best = best.attempted()
         self._n_refused = 0
-        return self._made(n_decoding, best)
+        return self._made(n_decoding, best, is_attempt)
+
+    def _affords(self, plain_s: float, drafts: Mapping[Request, int]) -> bool:
+        """Return whether the credit is enough for drafts of which no others are expected to follow."""
+        if not drafts or self.drafter is None:
+            return False
+        return self.drafter.seconds(drafts, whole=True) <= self._credit * plain_s
 
     def _best(self, n_decoding: int, guesses: Sequence[Guess], n_room: int, plain_s: float) -> _Choice:
         """Return the lengths of these guesses that bring the most tokens a second, if any are worth it."""
@@ -378,7 +387,7 @@ class Gate:
                 break
         return _Choice(guesses, best, best_speed, attempt, attempt_speed, row_s)
 
-    def _made(self, n_decoding: int, best: _Choice) -> dict[Request, Sequence[int]]:
+    def _made(self, n_decoding: int, best: _Choice, is_attempt: bool) -> dict[Request, Sequence[int]]:
         """Return the tokens of the chosen guesses; makes those of drafts."""
         drafting = best.drafts
         chosen = dict(best.chosen)
@@ -387,12 +396,12 @@ class Gate:
             # Where rows of one length are one pass over the weights, a draft that ends earlier makes it two.
             is_even = n_decoding > 1 and (self._splits or self.has_window or self.keeps_states)
             worth = EVERY if is_even else Worth(max(best.speed, best.attempt_speed), best.row_s)
-            expected_s = self.drafter.seconds(drafting)
-            if self.copies_states:
-                expected_s += self._return_seconds(n_decoding, best.guesses, chosen)
-            self._spend(n_decoding, expected_s)
+            expected_s = self.drafter.seconds(drafting, whole=is_attempt)
             drafted = self.drafter.draft(drafting, worth)
             self._apart_s += self.drafter.took_s
+            self._spend(n_decoding, expected_s or self.drafter.took_s)  # the first one: nothing was known
+            if self.copies_states:
+                self._spend(n_decoding, self._return_seconds(n_decoding, best.guesses, chosen))
             self._n_without = 0
             self._n_in_a_row += 1
             tokens = {r: drafted.get(r, ()) if r in drafting else tokens[r] for r in tokens}

@@ -185,8 +185,8 @@ class DraftModel:
                 break
         held.drafted = []
 
-    def seconds(self, chosen: Mapping[Request, int]) -> float:
-        """Return the seconds to draft these numbers of tokens, including a share of the time for missing cells."""
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
+        """Return the seconds to draft these numbers of tokens, with a share of those for missing cells or all."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -196,7 +196,7 @@ class DraftModel:
             n_first += min(n_missing, 2)
             if n_missing > 2:
                 n_left = min(request.max_tokens - request.n_generated, _LONGEST)
-                seconds += self._of(n_missing) * min((n + 1) / max(n_left, 1), 1.0)
+                seconds += self._of(n_missing) * (1.0 if whole else min((n + 1) / max(n_left, 1), 1.0))
         for i in range(1, n_longest):
             # A draft that is not sure enough of a token has ended.
             n_expected = sum(
@@ -356,9 +356,9 @@ class RecurrentDraft(DraftModel):
         self._copies: dict[int, tuple[int, SavedCells]] = {}  # with their places, by slot
         self._copy_s = 0.0  # to make one
 
-    def seconds(self, chosen: Mapping[Request, int]) -> float:
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
         n_copied = sum(n > 1 for n in chosen.values())
-        return super().seconds(chosen) + n_copied * 2 * self._copy_s  # it is made, and loaded
+        return super().seconds(chosen, whole) + n_copied * 2 * self._copy_s  # it is made, and loaded
 
     def _reachable(self, slot: int, n: int) -> int:
         place, n_held = self._copies[slot][0] if slot in self._copies else 0, len(self._held[slot].tokens)

@@ -304,6 +304,7 @@ class Paid:
     def __init__(self, seconds: float, share: float = 0.9) -> None:
         self.seconds_a_token = seconds
         self.share = share
+        self.prompt_s = 0.0  # of which a share is next to nothing
         self.n_calls = 0
         self.worth = EVERY
         self.took_s = 0.0
@@ -314,8 +315,8 @@ class Paid:
     def guess(self, request: Request, n: int) -> Guess:
         return Guess(request, range(n), self.share, is_draft=True)
 
-    def seconds(self, chosen: Mapping[Request, int]) -> float:
-        return self.seconds_a_token * max(chosen.values(), default=0)
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
+        return self.seconds_a_token * max(chosen.values(), default=0) + self.prompt_s * whole
 
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
         self.n_calls += 1
@@ -404,6 +405,18 @@ def test_drafts_that_promise_too_much_lose_little(draft_s: float, share: float) 
     assert 0 < sum(map(bool, found)) < 30
     assert relative < 1.02
     assert play(gate, 2560, slowly, share)[1] < 1.01
+
+
+def test_a_draft_that_is_only_tried_pays_for_its_prompt() -> None:
+    """Nothing else follows it. At first the credit does not suffice, and a hundred steps add half a step to it."""
+    drafter = Paid(0.004, share=0.2)
+    drafter.prompt_s = 0.04
+    gate = Gate(32, drafter=drafter)
+    learn(gate, lambda n: 0.01)
+    found, _ = play(gate, 2000, lambda n: 0.01, 0.0)
+    tries = [i for i, n in enumerate(found) if n]
+    assert len(tries) > 1
+    assert all(b - a > 250 for a, b in pairwise([0, *tries]))
 
 
 def test_drafts_that_promise_too_much_are_taken_where_they_pay() -> None:
@@ -515,7 +528,7 @@ def test_the_gate_learns_from_whole_turns(
         observe(self, n_decoding, n_guessed, seconds)
 
     monkeypatch.setattr(Gate, "observe", observed)
-    monkeypatch.setattr(DraftModel, "seconds", lambda self, chosen: 0.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, chosen, whole=False: 0.0)
     with make_engine(demo, n_ctx=256, n_seq_max=1, draft=demo) as engine:
         engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=60, speculate="draft"))
         n_steps = engine.stats().steps

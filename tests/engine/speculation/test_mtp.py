@@ -104,7 +104,7 @@ def test_a_bad_layer_is_given_up(
     monkeypatch.setattr(Gate, "next_drafter", lambda self: self.drafter)
     monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0 + row_s * (n - 1))
     monkeypatch.setattr(MtpLayer, "draft", counted)
-    monkeypatch.setattr(MtpLayer, "seconds", lambda self, chosen: 0.01)
+    monkeypatch.setattr(MtpLayer, "seconds", lambda self, chosen, whole=False: 0.01)
     with make_engine(models["wrong"], n_ctx=256, n_seq_max=1, draft="mtp") as engine:
         engine.generate(PROMPTS[1], params(150))
         assert 2 < len(drafted) < 40

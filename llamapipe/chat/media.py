@@ -48,8 +48,8 @@ def first_media(messages: Any) -> tuple[str, str] | None:
     """Return the place and the type of the first image or sound in messages; None if there is none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
-    found = ((_place(index, i), part["type"]) for index, i, part in _parts(messages) if is_media(part))
-    return next(found, None)
+    media = ((_place(index, i), part["type"]) for index, i, part in _parts(messages) if is_media(part))
+    return next(media, None)
 
 
 def with_paths_below(messages: Any, folder: Path | None) -> Any:

@@ -376,10 +376,8 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
-    given = request.input
-    items = await resolved(
-        exchange, [{"role": "user", "content": given}] if isinstance(given, str) else given
-    )
+    text = request.input
+    items = await resolved(exchange, [{"role": "user", "content": text}] if isinstance(text, str) else text)
     await kept.load(len(items))
     return kept, items
 

@@ -204,17 +204,17 @@ def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
     drafts = {guess.request: guess for guess in guesses if guess.is_draft}
     if not ready or not drafts:
         return [guesses]
-    found: list[Sequence[Guess]] = [list(ready.values())]
+    choices: list[Sequence[Guess]] = [list(ready.values())]
     if not drafts.keys() <= ready.keys():
-        found.append(list({**drafts, **ready}.values()))
+        choices.append(list({**drafts, **ready}.values()))
     better = {
         request: draft
         for request, draft in drafts.items()
         if request not in ready or draft.share * draft.sure > ready[request].share
     }
     if not better.keys().isdisjoint(ready):
-        found.append(list({**ready, **better}.values()))
-    return found
+        choices.append(list({**ready, **better}.values()))
+    return choices
 
 
 class _Choice(NamedTuple):
@@ -329,14 +329,14 @@ class Gate:
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
             return {}
-        found = [self._best(n_decoding, these, n_room, plain_s) for these in alternatives(guesses)]
-        best = max(found, key=lambda one: one.speed)
+        choices = [self._best(n_decoding, these, n_room, plain_s) for these in alternatives(guesses)]
+        best = max(choices, key=lambda choice: choice.speed)
         has_drafts = any(guess.is_draft for guess in guesses)
         is_attempt = False
         if has_drafts and not best.drafts:
             self._n_without += 1
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            attempt = found[-1].attempted()
+            attempt = choices[-1].attempted()
             if self._n_without >= self._retry and self._affords(plain_s, attempt.drafts):
                 best = attempt
                 is_attempt = True

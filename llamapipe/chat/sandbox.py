@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from itertools import chain
-from time import monotonic
+from time import thread_time
 from typing import Any, NoReturn, TypeAlias, cast
 
 from jinja2 import Template, nodes, pass_context
@@ -32,7 +32,7 @@ from llamapipe.errors import InvalidRequestError
 
 MAX_ITERATIONS = 1_000_000
 MAX_SIZE = 2**26
-MAX_SECONDS = 5.0
+MAX_SECONDS = 5.0  # of processor time: how busy the machine is must not change a prompt
 _MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
 _MAX_BITS = 4096
 _MAX_DIGITS = 1000  # of a text that is converted to a number
@@ -62,7 +62,7 @@ class Limits:
     def __init__(self, within: Limits | None = None) -> None:
         self._n_iterations = 0
         self._size = 0
-        self._end: float = monotonic() + MAX_SECONDS if within is None else within._end
+        self._end: float = thread_time() + MAX_SECONDS if within is None else within._end
 
     def iterate(self, n: int = 1) -> None:
         """Count iterations of loops and calls of macros, and check the time."""
@@ -73,7 +73,7 @@ class Limits:
 
     def check_time(self) -> None:
         """Raise LimitError if the rendering has taken too long."""
-        if monotonic() > self._end:
+        if thread_time() > self._end:
             raise LimitError(f"the template ran for more than {MAX_SECONDS:g} seconds")
 
     def use(self, size: int) -> None:

@@ -171,7 +171,7 @@ class MarkerProbe:
         return None
 
     def _written_reasoning(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the texts before and after reasoning, and whether the part that follows is not a call."""
+        """Yield the texts before and after reasoning, and whether text follows instead of a call."""
         for key in REASONING_KEYS:
             for calls in (False, True):
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
@@ -274,7 +274,7 @@ class MarkerProbe:
 
     @staticmethod
     def _tags(text: str, n: int, ends: Callable[[str], bool] | None = None) -> str:
-        """Return the beginning of a text, up to its ``n``-th tag, without a tag that ends generation."""
+        """Return a text up to its ``n``-th tag, or to just before a tag that ends generation."""
         beginning = ""
         for segment in segments(text.lstrip()):
             if not n or (ends is not None and ends(segment)):
@@ -284,7 +284,7 @@ class MarkerProbe:
         return beginning.rstrip()
 
     def _text_start(self, written: str) -> str:
-        """Return the marker before the text. If it has no control token, it includes the spaces after it."""
+        """Return the marker before the text. A marker without control tokens includes the spaces after it."""
         start = written.lstrip()
         if len(start) > MAX_MARKER:
             return ""

@@ -1,8 +1,8 @@
 """The front process of several models: it checks clients, finds the process of a request's model, and forwards bytes.
 
-Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes. It
-reads only a few fields of a body, such as the name of the model, and forwards bodies and answers unchanged. A request
-whose model must be loaded waits; a stream gets keep-alives until then.
+Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes and
+a few more. The front process reads only a few fields of a body, such as the name of the model, and forwards bodies and
+answers unchanged. A request waits until its model is loaded; a stream gets keep-alives until then.
 
 Keys, limits, the guard and the log belong to this process; the models' processes trust what it says about a client.
 """
@@ -114,7 +114,7 @@ class Front(Gate):
 
     # ---- which model
     async def model_of(self, name: str | None, kind: ModelKind) -> PooledModel:
-        """Return the model with this name, or without a name the only model of this kind. Raises ApiError 400, 404."""
+        """Return the model with this name or, without a name, the only one of this kind. Raises ApiError 400, 404."""
         if name is not None:
             return self.pool.find(name)
         await self.pool.identify(self.pool.models)
@@ -229,7 +229,7 @@ class Front(Gate):
         return JsonResponse({"success": True})
 
     async def unload(self, exchange: Exchange, request: ModelRequest) -> Response:
-        """``POST /models/unload``: ends a model when its requests are answered."""
+        """``POST /models/unload``: unloads a model once its requests are answered."""
         model = self.pool.find(request.model)
         if model.state not in (ModelState.LOADED, ModelState.LOADING):
             raise ApiError(400, f"the model {quoted(model.name)} is {model.state.value} already", "model")
@@ -256,7 +256,7 @@ class Front(Gate):
         return JsonResponse({"object": "list", "data": told[: self.settings.keep_requests]})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
-        """``POST /reset_prefix_cache``: reset the cache of the model that the query names, or of all. Loads nothing."""
+        """``POST /reset_prefix_cache``: resets the cache of the model in the query, or of all models. Loads nothing."""
         system.refuse_resets(exchange)
         name = exchange.query_params.get("model")
         for model in self.pool.models if name is None else [self.pool.find(name)]:
@@ -380,7 +380,7 @@ class FrontServer(HttpServer):
             await self.front.reload()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Drain at the first signal, cancel running requests at the second, kill the processes at the third."""
+        """Drain at the first signal, cancel running requests at the second, and kill the processes at the third."""
         super().handle_exit(sig, frame)
         self._n_signals += 1
         if self._n_signals > 1 and self.loop is not None:

@@ -1,6 +1,6 @@
-"""The code that runs in a process of a fleet: it serves the connections that it is given.
+"""Runs in each worker process of a fleet: serves the connections that the supervisor hands over.
 
-It also asks the process that started it about the other processes.
+The worker also asks the supervisor about the other workers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Worker:
     """One worker's link to its supervisor.
 
     Create it before the model is loaded. From then on the process ends when its supervisor does; once it is serving, it
-    drains first. ``n_ready``, ``n_workers``: the server's numbers of workers, as last reported by the supervisor.
-    ``keeps_cache``: save cached prefixes for the process that comes next.
+    drains first. ``n_ready``, ``n_workers``: how many of the server's workers are ready, and how many there are, as the
+    supervisor last reported. ``keeps_cache``: save cached prefixes for the model's next process.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -125,7 +125,7 @@ class Worker:
         return [{**entry, "worker": self.options.index} for entry in entries]
 
     async def _ask(self, about: Subject) -> list[Any] | None:
-        """Ask for all workers' reports about a subject; None if the supervisor does not answer."""
+        """Return all workers' reports about a subject; None if the supervisor does not answer."""
         self._n_questions += 1
         number = self._n_questions
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
@@ -202,7 +202,7 @@ class Worker:
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:
-    """Return a descriptor's socket, with the protocol set, which not every system reports: see ``bound_socket``."""
+    """Return a descriptor's socket with its protocol, which some systems do not report. See ``bound_socket``."""
     sock = socket.socket(fileno=descriptor)
     if sock.proto == socket.IPPROTO_TCP:
         return sock
@@ -210,7 +210,7 @@ def _tcp_socket(descriptor: int) -> socket.socket:
 
 
 class WorkerServer(HttpServer):
-    """Serves connections that others accepted. On its event loop's thread."""
+    """Serves connections that the supervisor accepted. Use it on its event loop's thread."""
 
     def __init__(self, application: Starlette, worker: Worker, bound_to: str) -> None:
         super().__init__(application, bound_to, [("x-llamapipe-worker", str(worker.options.index))])
@@ -256,7 +256,7 @@ class WorkerServer(HttpServer):
             ended()
 
     def retire(self) -> None:
-        """Answer requests on the open connections, close these as they become idle, and end."""
+        """Answer requests on the open connections, close them as they become idle, and end."""
         if not self._retiring:
             self._retiring = True
             self._tasks.start(self._retire())

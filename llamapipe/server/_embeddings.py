@@ -1,4 +1,8 @@
-"""Embeddings in OpenAI's format, ``/v1/rerank`` in Jina's, Cohere's and vLLM's, and ``/score`` in vLLM's."""
+"""Answers requests for embeddings, reranking and scores.
+
+Embeddings have OpenAI's or llama-server's format. ``/v1/rerank`` has the format of Jina, Cohere and vLLM, or of Text
+Embeddings Inference; ``/v1/score`` has vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /embedding``, in llama-server's format. ``embd_normalize``: 2 for vectors of length 1, or -1."""
+    """``POST /embedding``, in llama-server's format. ``embd_normalize``: 2 scales vectors to length 1, -1 does not."""
 
     content: Texts | None = None
     input: Texts | None = None
@@ -79,7 +83,10 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /score``: scores pairs of texts, or one text with several. ``queries``, ``documents``: other names."""
+    """``POST /v1/score``: scores pairs of texts, or one text against several.
+
+    ``queries``, ``documents``: other names for ``text_1`` and ``text_2``.
+    """
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -147,7 +154,7 @@ async def embedded(
 ) -> tuple[npt.NDArray[np.float32], int]:
     """Return the vectors of texts, and their total number of tokens. Raises ApiError 400.
 
-    ``name``: the field that holds them. ``dimensions``: the length to which the vectors are cut.
+    ``name``: the field that holds the texts. ``dimensions``: the length to which the vectors are cut.
     """
     n = embedder.n_embd
     wanted = n if dimensions is None else dimensions
@@ -181,7 +188,7 @@ async def embedded(
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
-    """Return a row for each text. Computes them in parts, so that the event loop serves others in between."""
+    """Return a row for each text. Computes the rows in parts, so that the event loop can serve others in between."""
     parts = [
         np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
         for i in range(0, len(tokens), _MANY)
@@ -226,7 +233,7 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
 
 
 async def score(exchange: Exchange, request: ScoreRequest) -> Response:
-    """Score pairs: with a reranker like ``/v1/rerank``, with other models by the cosine of the two vectors."""
+    """Score pairs of texts: rerankers as in ``/v1/rerank``, other models by the cosine of the two vectors."""
     embedder, model = exchange.server.check_embedder(request.model)
     first = _texts("text_1", request.text_1, "queries", request.queries)
     second = _texts("text_2", request.text_2, "documents", request.documents)

@@ -1,4 +1,4 @@
-"""The ASGI application and its table of routes. Open it to add a route."""
+"""The ASGI application and its table of routes. Open this file to add a route."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _BYTES, _LINES = "application/octet-stream", LineStream.media_type
 
 
 def _stored(endpoint: Endpoint) -> Endpoint:
-    """Return a route about what is stored. It is there without ``/v1``, too, and has the statuses of the store."""
+    """Return a route of the store: with the store's statuses, and an alias without ``/v1``."""
     statuses = ("400", "404", "500") if endpoint.method == "GET" else ("400", "404", "500", "507")
     return replace(endpoint, more_statuses=statuses, aliases=(endpoint.path.removeprefix("/v1"),))
 

@@ -4,7 +4,7 @@ uvicorn's protocol over llhttp reads requests and writes answers. It trusts its 
 
 - limits on a request's head: bytes, fields and time, whatever the connection did before;
 - one request at a time: the next request of a connection is parsed once the client has received the last answer, and
-  only a few bytes are read ahead. A client that sends requests without reading answers would fill the memory with both;
+  only a few bytes are read ahead. Otherwise a client that sends requests without reading answers would fill the memory;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
 - an orderly end: if the connection were closed at once, a refused client that is still sending would lose the answer;
 - room for new clients: when there are too many connections, the oldest one without a running request is closed. So a
@@ -68,7 +68,7 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Accept a connection, replacing another one if need be. Returns False if all others have running requests."""
+        """Accept a connection, replacing another one if need be. Returns False if none can be replaced."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
@@ -152,7 +152,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _awaits_answer(self) -> bool:
-        """Whether a request was parsed whose answer the client has not received."""
+        """Whether the client has yet to receive the answer to a parsed request."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.more_body:
             return False
@@ -206,7 +206,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Give data to the parser, up to the end of a request; the next request waits for its answer."""
+        """Parse the data up to the end of a request. The next request waits until this one is answered."""
         data, begin = self._ahead, 0
         while begin < len(data) and not (
             self._awaits_answer or self._is_ending or self.transport.is_closing()
@@ -269,7 +269,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request that offered another protocol again, as HTTP/1.1 (RFC 9110, 7.8).
+        """Reparse a request as HTTP/1.1 after it offered another protocol (RFC 9110, 7.8).
 
         llhttp leaves the data after the head, which is the body, to the other protocol.
         """
@@ -368,7 +368,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer data that is not a valid request, after earlier requests, and end the connection."""
+        """End the connection with an error, or with the answer to a request that is already being served."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -397,7 +397,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._linger()
 
     def on_response_complete(self) -> None:
-        """Parse the next request after an answer was sent, or linger if its request has not fully arrived."""
+        """After an answer, parse the next request, or linger if the answered one has not fully arrived."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -471,7 +471,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 class _Flow(FlowControl):
-    """Ignores requests to resume reading while ``is_full``, because enough was read ahead."""
+    """Does not resume reading while ``is_full``, because enough was read ahead."""
 
     is_full = False
 

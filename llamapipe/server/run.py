@@ -113,7 +113,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """Return the address that a socket listens on. For a Unix socket, it is not a loopback address."""
+    """Return the address that a socket listens on; for a Unix socket ``unix:PATH``, which is no loopback address."""
     address = sock.getsockname()
     return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
 
@@ -144,13 +144,13 @@ def run_server(
 class serve:  # noqa: N801  (used like a function: ``with serve(engine) as server``)
     """Serves an engine, an embedder or both from a thread, until ``close``.
 
-    A ``with`` block closes it at its end::
+    A ``with`` block closes the server at its end::
 
         with lp.Engine("model.gguf") as engine, llamapipe.server.serve(engine, port=8000) as server:
             print(server.url)
 
-    ``port`` 0 chooses a free port. Any thread may use it. Raises OSError if the address cannot be used, ImportError
-    without the extra ``server``.
+    ``port`` 0 chooses a free port. Any thread may use the server. Raises OSError if the address cannot be used,
+    ImportError without the extra ``server``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""About the server: ``/health``, ``/metrics``, ``/openapi.json``, and the served models."""
+"""Routes about the server and the served models, such as ``/health``, ``/metrics`` and ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def openapi(exchange: Exchange) -> Response:
 
 
 async def list_models(exchange: Exchange) -> Response:
-    """``GET /v1/models``: every name that is served, with what OpenAI's and Anthropic's clients read."""
+    """``GET /v1/models``: every served name, with the fields that OpenAI's and Anthropic's clients read."""
     state = exchange.server
     names = state.all_names
     data = [_model(state, name) for name in names]

@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas with keywords that llguidance follows exactly.
+"""Rewrites JSON schemas so that llguidance can follow their keywords exactly.
 
 llguidance refuses some keywords that its other keywords can express, and follows some formats only roughly. Such parts
 of a schema are replaced by equivalent ones: formats and ``propertyNames`` by patterns and listed names. ``_grammar``
@@ -71,7 +71,7 @@ def rewritten(schema: Node) -> tuple[Node, list[str]]:
 def target(root: Node, node: Any, is_plain: bool = False) -> Any:
     """Return the target of a schema that is a reference; otherwise the schema itself.
 
-    ``is_plain``: only of a reference without other keywords that restrict the value.
+    ``is_plain``: follow a reference only if no other keyword restricts the value.
     """
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
@@ -139,7 +139,7 @@ _ALONE = {
 
 
 def _simplify(part: Node) -> None:
-    """Remove keywords without effect, and write counts as integers."""
+    """Remove keywords without effect, write counts as integers, and translate patterns for llguidance."""
     for keyword, others in _ALONE.items():
         if keyword in part and not others & part.keys():
             del part[keyword]
@@ -200,7 +200,7 @@ def _add_pattern(part: Node, pattern: str) -> None:
 
 
 def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> Iterator[str]:
-    """Remove keywords that cannot be enforced. Yield the warning, if any."""
+    """Remove ``uniqueItems`` where it has no effect or cannot be enforced. Yield the warning, if any."""
     if "uniqueItems" not in part:
         return
     unique = part["uniqueItems"]

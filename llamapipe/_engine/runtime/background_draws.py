@@ -1,4 +1,4 @@
-"""Draws of a step that work threads make, and how long the engine thread waits for them.
+"""Draws that work threads make for a step, and how long the engine thread waits for them.
 
 Open this file to change how long a step waits for slow samplers.
 
@@ -36,7 +36,7 @@ Drawn = tuple[BackgroundSampler, int, int]  # with the number of the draw, and t
 
 
 class BackgroundDraws:
-    """The draws of one executor made by other threads. Methods are for the engine thread.
+    """The draws that other threads make for one executor. Methods are for the engine thread.
 
     ``notify``: called in any thread when ``take`` has a token.
     """
@@ -130,7 +130,7 @@ class BackgroundDraws:
         pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
     def _await_looks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
-        """Wait a moment for the possible continuations: with them, the next step may take several tokens."""
+        """Wait a moment until the samplers know what may follow: the next step may then take several tokens."""
         deadline_s = perf_counter() + patience_s
         with suppress(Empty):
             while not all(sampler.has_looked for sampler in samplers):

@@ -2,10 +2,11 @@
 
 Open this file when a new option must reach the native sampler, or when a vocabulary makes params invalid.
 
-The principle: work that depends only on the params and the vocabulary is done once, in a ``SamplerFactory``: checks,
-the compiled constraint, the native options. Requests with equal params share a factory, unless the params have logits
-processors; ``SamplerFactoryCache`` keeps the most recently used ones. A sampler is made when its request gets its first
-slot. If drawing its tokens may take long, because of a constraint or a logits processor, it is a ``BackgroundSampler``.
+The principle: work that depends only on the params and the vocabulary is done once. A ``SamplerFactory`` checks the
+params, compiles the constraint, and makes the native options. Requests with equal params share a factory, unless the
+params have logits processors; ``SamplerFactoryCache`` keeps the most recently used ones. A sampler is made when its
+request gets its first slot. If drawing its tokens may take long, because of a constraint or a logits processor, it is a
+``BackgroundSampler``.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _MOST_OF_TOKEN = 16  # characters of a prediction for each token that fits: long
 
 
 def choose_seed(params: SamplingParams) -> int:
-    """Return the request's seed, or draw one: below 2**52, which every reader of JSON keeps exactly."""
+    """Return the request's seed, or draw one below 2**52, which every JSON reader keeps exactly."""
     return int.from_bytes(os.urandom(8), "little") >> 12 if params.seed is None else params.seed
 
 
 class SamplerFactory:
     """One SamplingParams resolved for a vocabulary. Creates the samplers of its requests.
 
-    ``reasoning``: the markers around the reasoning that params limit; None: there are none.
+    ``reasoning``: the markers around the reasoning that params limit, if any.
 
-    ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, for a constraint or logits
-    processors. ``allows_space``: a space may precede the text, without being part of it.
+    ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, because of a constraint
+    or logits processors. ``allows_space``: a space may precede the text, without being part of it.
 
     Raises InvalidRequestError for params that this vocabulary does not support and for constraints that cannot be
     compiled.
@@ -144,7 +145,7 @@ class SamplerFactory:
     def make(self, request: Request) -> Sampler:
         """Make the sampler of a request that gets its first slot. For the engine thread.
 
-        If the constraint refuses tokens that the request has already generated, its first draw fails.
+        If the constraint refuses tokens that the request has already generated, the sampler's first draw fails.
         """
         spec = request.spec
         text = request.text_tokens.copy() if spec.speculates else None
@@ -166,7 +167,7 @@ class SamplerFactory:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a request's grammar reached a limit that all requests share, so that the next needs a new factory."""
+        """Whether the grammar reached a limit that all requests share, so that the next request needs a new factory."""
         return self._guides is not None and self._guides.is_exhausted
 
     def _build(
@@ -177,9 +178,9 @@ class SamplerFactory:
         tokens: Sequence[int],
         text: Sequence[int] | None,
     ) -> SamplerChain:
-        """Build a chain after a sequence; see ``_accepted``.
+        """Build a chain that has accepted a sequence; see ``_accepted``.
 
-        ``text``: what it guesses from; None: it makes no guesses.
+        ``text``: the tokens from which the chain guesses the next ones; None for no guesses.
         """
         guide = None if self._guides is None else self._guides.new()
         try:
@@ -198,7 +199,7 @@ class SamplerFactory:
         return chain
 
     def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
-        """Return the tokens for penalties, the tokens for a constraint or limit, and all tokens, for logits processors.
+        """Return the tokens for penalties, for a constraint or a reasoning limit, and for logits processors.
 
         These are copies, because other threads may read them.
         """
@@ -322,7 +323,7 @@ class SamplerFactoryCache:
     ) -> SamplerFactory:
         """Return the sampler factory for ``params``. Raises InvalidRequestError.
 
-        ``reasoning``: as SamplerFactory takes it.
+        ``reasoning``: as in ``SamplerFactory``.
         """
         most = _MOST_OF_TOKEN * self._n_ctx
         if params.prediction is not None and len(params.prediction) > most:

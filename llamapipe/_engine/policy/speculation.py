@@ -287,7 +287,7 @@ class Gate:
         self._retry = _RETRY  # of them, after which a draft is made anyway
         self._n_in_a_row = 0  # drafts
         self._credit = _CREDIT  # what drafts may still lose, in times of a step without guesses
-        self._apart_s = 0.0  # of the next step's turn: drafts and copies, which are counted apart
+        self._apart_s = 0.0  # of the next step's turn: drafts, which are counted apart
         self._has_drafts = False  # that step
         self._n_known = 0  # of ``n_accepted``, at the last step
         self._splits = splits
@@ -451,12 +451,8 @@ class Gate:
                     seconds += wrong * (self.times.of(round(n_next)) - before)
         return seconds
 
-    def exclude(self, seconds: float) -> None:
-        """Leave seconds out of the turn of the next step."""
-        self._apart_s += seconds
-
     def observe_copies(self, n: int, seconds: float) -> None:
-        """Learn the time that copying ``n`` states took, which is part of the next step's turn."""
+        """Learn the time that copying ``n`` states took."""
         each_s = seconds / n
         if not self._has_copied:  # into new memory, whose pages take longer than the copy
             self._has_copied = True

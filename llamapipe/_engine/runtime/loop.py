@@ -136,7 +136,7 @@ class EngineLoop:
         self.failure: BackendError | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
-        self._turn_began_s = 0.0  # when the last step was sampled, or a wait has ended since
+        self._turn_began_s = 0.0  # when the last step was sampled, or a wait has ended since; later by copies
         self._late = LateDraws()
         executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
@@ -681,8 +681,8 @@ class EngineLoop:
         """Perform the queued changes to KV cells. Return False if a sequence lost its cells."""
         began, gate = perf_counter(), self._scheduler.gate
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
-        if gate.copies_states:
-            gate.exclude(perf_counter() - began)
+        if gate.copies_states:  # the gate counts them apart
+            self._turn_began_s += perf_counter() - began
         return not any(changes) or self._scheduler.cells_changed(changes)
 
     # ---- one step

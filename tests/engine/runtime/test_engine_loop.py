@@ -898,3 +898,33 @@ class TestEventLoops:
             return woken
 
         assert asyncio.run(main()) == [3, 3, 3, 3]
+
+
+def test_a_turn_has_no_copies_of_states(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted apart. Those before the step of a prompt belong to no later step, either."""
+    clock = [0.0]
+    monkeypatch.setattr(engine_loop_module, "perf_counter", lambda: clock[0])
+    gate = Turnstile()
+    harness = make_harness(n_slots=1, before_launch=gate)
+    scheduler, context = harness.scheduler, harness.context
+    scheduler.gate.copies_states = True
+    change, observe = context.change_cells, scheduler.observe
+    turns: list[float | None] = []
+
+    def slow_change(ops: Any) -> Any:
+        clock[0] += 100 * len(ops)
+        return change(ops)
+
+    def noted(plan: Any, seconds: float, turn_s: float | None = None) -> None:
+        turns.append(turn_s)
+        observe(plan, seconds, turn_s)
+
+    monkeypatch.setattr(context, "change_cells", slow_change)
+    monkeypatch.setattr(scheduler, "observe", noted)
+    running = harness.complete()
+    gate.wait()
+    queued = harness.complete()  # which removes what the other one leaves
+    gate.open()
+    running.check()
+    queued.check()
+    assert clock[0] > 0 and set(turns) == {0.0}

@@ -256,7 +256,8 @@ class Gate:
     Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
     adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
     that may cost more than is left is not made, whatever is expected of it. One that is only tried also pays for the
-    prompt that it computes first.
+    prompt that it computes first. The first of all, before anything is known, costs no more than there is: its prompt
+    would else end drafts for thousands of steps.
     """
 
     def __init__(
@@ -399,7 +400,9 @@ class Gate:
             expected_s = self.drafter.seconds(drafting, whole=is_attempt)
             drafted = self.drafter.draft(drafting, worth)
             self._apart_s += self.drafter.took_s
-            self._spend(n_decoding, expected_s or self.drafter.took_s)  # the first one: nothing was known
+            if not expected_s:  # the first one: nothing was known, and prompts are part of it
+                expected_s = min(self.drafter.took_s, self._credit * self.times.of(n_decoding))
+            self._spend(n_decoding, expected_s)
             if self.copies_states:
                 self._spend(n_decoding, self._return_seconds(n_decoding, best.guesses, chosen))
             self._n_without = 0

@@ -419,6 +419,29 @@ def test_a_draft_that_is_only_tried_pays_for_its_prompt() -> None:
     assert all(b - a > 250 for a, b in pairwise([0, *tries]))
 
 
+class Unmeasured(Paid):
+    """Knows nothing of its time before the first draft, in which it also computes a long prompt."""
+
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
+        return super().seconds(chosen, whole) if self.n_calls else 0.0
+
+    def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
+        is_first = not self.n_calls
+        drafted = super().draft(chosen, worth)
+        self.took_s += self.prompt_s * is_first
+        return drafted
+
+
+def test_the_prompt_of_the_first_draft_does_not_end_drafts() -> None:
+    """It takes as long as fifty steps, which steps without drafts would pay back in ten thousand."""
+    drafter = Unmeasured(0.0005, share=0.8)
+    drafter.prompt_s = 0.5
+    gate = Gate(32, drafter=drafter)
+    learn(gate, lambda n: 0.01 + 0.0002 * n)
+    play(gate, 100, lambda n: 0.01 + 0.0002 * n, 0.8)
+    assert play(gate, 1000, lambda n: 0.01 + 0.0002 * n, 0.8)[1] < 0.6
+
+
 def test_drafts_that_promise_too_much_are_taken_where_they_pay() -> None:
     gate = Gate(32, drafter=Paid(0.001, share=0.9))
     learn(gate, slowly)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -108,9 +109,10 @@ def engine(make_engine: Callable[..., lp.Engine]) -> lp.Engine:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is guessed is taken: times do not decide."""
+    """Whatever is guessed is taken: neither times nor earlier tests decide."""
     from support.eager_gate import EagerGate
 
+    monkeypatch.setattr(EagerGate, "rng", random.Random(1))
     monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
 
 

@@ -35,4 +35,5 @@ class EagerGate(Gate):
             drafted = self.drafter.draft(drafts)
             assert all(0 < len(tokens) <= drafts[request] for request, tokens in drafted.items())
             chosen.update(drafted)
+        self.drafted = {request.slot for request in drafts}
         return chosen

@@ -462,13 +462,12 @@ class Scheduler:
         if not guesses:
             return {}
         chosen: dict[Request, Sequence[int]] = {}
-        drafting = {guess.request for guess in guesses if guess.is_draft}
         for request, tokens in gate.choose(n, guesses, self.batch_builder.n_ubatch - n).items():
             # What a constraint forbids cannot be right.
             n_allowed = 0 if request.sampler is None else request.sampler.expect(tokens)
             if n_allowed:
                 chosen[request] = tokens[:n_allowed]
-                request.is_drafted = request in drafting
+                request.is_drafted = request.slot in gate.drafted
         if gate.keeps_states and chosen:
             lengths = undisturbed([r.slot for r in decoding], [len(chosen.get(r, ())) for r in decoding])
             chosen = {r: chosen[r][:n] for r, n in zip(decoding, lengths, strict=True) if n}

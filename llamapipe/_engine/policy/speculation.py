@@ -36,7 +36,7 @@ lose little more than ``_REFILL`` of the time, however bad they are. Pure policy
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -283,6 +283,7 @@ class Gate:
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
         self.n_drafted_by_model = self.n_accepted_by_model = 0  # those of the drafter
         self.drafter = drafter
+        self.drafted: Collection[int] = ()  # the slots for which the drafter made the last chosen tokens
         self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
         self._n_without = 0  # decisions since the last draft
         self._retry = _RETRY  # of them, after which a draft is made anyway
@@ -391,6 +392,7 @@ class Gate:
     def _made(self, n_decoding: int, best: _Choice, is_attempt: bool) -> dict[Request, Sequence[int]]:
         """Return the tokens of the chosen guesses; makes those of drafts."""
         drafting = best.drafts
+        self.drafted = {request.slot for request in drafting}
         chosen = dict(best.chosen)
         tokens = {guess.request: guess.tokens for guess in best.guesses if guess.request in chosen}
         if drafting and self.drafter is not None:

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.bert_model import bert_model
+from support.fakes import FakeSampler
 from support.gguf_models import tiny_model
 from support.inside import scheduler_of, step_executor_of
+from support.memory import cache_of
 
 import llamapipe as lp
-from llamapipe._engine.policy.core import Request
+from llamapipe._engine.policy.core import Request, RequestSpec
+from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import EVERY, Gate, Guess, Mean, Worth
 from llamapipe._engine.runtime.draft import DraftModel
 from llamapipe.errors import BackendError, ContextFullError, DecodeError, InvalidRequestError
@@ -440,6 +443,30 @@ def test_the_prompt_of_the_first_draft_does_not_end_drafts() -> None:
     learn(gate, lambda n: 0.01 + 0.0002 * n)
     play(gate, 100, lambda n: 0.01 + 0.0002 * n, 0.8)
     assert play(gate, 1000, lambda n: 0.01 + 0.0002 * n, 0.8)[1] < 0.6
+
+
+class Repeating(FakeSampler):
+    """Guesses what the text repeats."""
+
+    def guess(self, n: int) -> tuple[Sequence[int], float]:
+        return [7] * n, 0.9
+
+
+def test_guesses_from_the_text_are_not_counted_as_drafts() -> None:
+    """A draft was on offer as well, which costs more than it brings."""
+    gate = Gate(32, drafter=Paid(0.02, share=0.95))
+    learn(gate, lambda n: 0.01 + 0.0002 * n)
+    scheduler = Scheduler(cache_of(1), 64, 64, 32, 16, gate=gate)
+    request = Request([1, 2, 3], RequestSpec(20, speculates=True, drafts=True))
+    request.sampler = Repeating()
+    scheduler.add(request)
+    for _ in range(2):  # the prompt, then guesses
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, [7] * len(plan.requests))
+        scheduler.can_guess = True
+    assert gate.n_drafted == gate.n_accepted > 0
+    assert gate.n_drafted_by_model == gate.n_accepted_by_model == 0
 
 
 def test_drafts_that_promise_too_much_are_taken_where_they_pay() -> None:

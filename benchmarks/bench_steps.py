@@ -337,9 +337,8 @@ def compare_scripted(
         return [(request, script.token(len(self._held[request.slot].tokens)), 0.5) for request, *_ in ends]
 
     def always_one(self: Gate, n_decoding: int, guesses: Any, n_room: int) -> Any:
-        tokens = self.drafter.draft({guess.request: 1 for guess in guesses}) if self.drafter else {}
-        self.exclude(self.drafter.took_s if self.drafter else 0.0)
-        return tokens
+        self.drafted = {guess.request.slot for guess in guesses}
+        return self.drafter.draft({guess.request: 1 for guess in guesses}) if self.drafter else {}
 
     draft_module.Eagle3Draft._decode = decoded  # type: ignore[method-assign]
     asked = [f"{task} {topic}." for task in TASKS for topic in NEW_TOPICS]

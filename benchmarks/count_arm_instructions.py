@@ -93,7 +93,7 @@ def main() -> None:
             for n_rows in N_ROWS:
                 sides = (("dotprod", "ours"), ("dotprod", sdot), ("i8mm", i8mm))
                 counts = [count(made[level], made["plugin"], side, number, n_rows) for level, side in sides]
-                print(f"| {text} | {n_rows} | {' | '.join(f'{one:.2f}' for one in counts)} |", flush=True)
+                print(f"| {text} | {n_rows} | {' | '.join(f'{n:.2f}' for n in counts)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def running(*command: object) -> Iterator[Server]:
-    """A server in a process of its own, once it answers. The option ``--port`` is added to the command."""
+    """A server in another process, once it answers. The option ``--port`` is added to the command."""
     port = free_port()
     given = [*map(str, command), "--port", str(port)]
     child = subprocess.Popen(

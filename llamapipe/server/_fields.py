@@ -26,7 +26,7 @@ from llamapipe._messages import did_you_mean
 from llamapipe.server.errors import ApiError
 
 
-@dataclass(frozen=True, init=False)  # compared by values: each request type has marks of its own
+@dataclass(frozen=True, init=False)  # compared by values: each request type has its marks
 class Unused:
     """The field does not affect the answer. Its values in ``neutral`` mean the same as leaving it out.
 

@@ -254,7 +254,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._n_framing += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:  # for one of our limits, or by itself
+        except httptools.HttpParserError as error:  # raised by one of our limits, or by the parser
             self._refuse(self._refusal or ApiError(400, f"this is no HTTP request: {error}"))
         except httptools.HttpParserUpgrade as upgrade:
             self._parse_without_upgrade(data[upgrade.args[0] :])

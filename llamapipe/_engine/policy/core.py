@@ -194,7 +194,7 @@ class RequestSpec(NamedTuple):
     factory. ``uses_cache``: it may begin with other requests' cells, and other requests may begin with its cells.
     ``cache_key``: what its cells depend on besides its tokens, and who may use them: cells with different keys are
     never shared, even if the tokens are equal. ``keeps_cells``: its cells are saved and pinned when it ends.
-    ``logprob_targets``: which of its own tokens are scored. ``wants_logprobs``: each generated token comes with
+    ``logprob_targets``: which tokens of the request are scored. ``wants_logprobs``: each generated token comes with
     log-probabilities. ``priority``: requests with a higher priority come first. ``caller``: all requests of one caller
     share its turns; None: the caller has only this request. ``share``: the callers of one share take turns with the
     callers of others. ``n_generated``: how many of its last tokens were generated before. ``speculates``: a step may

@@ -28,7 +28,7 @@ tokens that gives the most tokens a second, which may be none. Guesses are made 
 decode, since prompts use a step better.
 
 What a step costs is the time of a whole turn of the loop, with planning, delivery and what wakes callers: these are
-what a caller waits for. A draft costs time of its own, so it replaces surer and free guesses only where that brings
+what a caller waits for. A draft takes time, too, so it replaces surer and free guesses only where that brings
 more tokens a second. And because what is expected of a draft may be wrong, drafts have a credit (``Gate``): they may
 lose little more than ``_REFILL`` of the time, however bad they are. Pure policy.
 """

@@ -166,7 +166,7 @@ def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
 
 
 def score(executor: Executor, launched: InFlightStep) -> list[Request]:
-    """Give requests the scores of their own tokens. Return the requests that have a NaN score."""
+    """Give requests the scores of their tokens. Return the requests that have a NaN score."""
     plan = launched.plan
     rows: list[int] = []
     wanted: list[int] = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 # `watch` says a line as soon as the engine has worked for what the main thread asks of it; the engine then works no
 # further until `go_on` is set, where that is given.
 _SETUP = """
-import asyncio, threading
+import asyncio, signal, threading
 import llamapipe as lp
 from support.inside import n_waiting_threads, queue_of, thread_of
 
@@ -73,8 +73,11 @@ engine.generate("a", ENDLESS)
     "astream": 'asyncio.run(astream("a"))',
     "gather": "asyncio.run(gather())",
 }
+# CPython misses a signal that comes just before a loop waits, until something else wakes the loop: nothing does there,
+# unless the loop handles some signal, and so has the interpreter write of all to a socket that it watches.
 _FUNCTIONS = """
 async def agenerate(prompt):
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
     return await engine.agenerate(prompt, ENDLESS)
 
 async def astream(prompt):

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from llamapipe.host import files
 from llamapipe.host._control_group import limit_files
@@ -23,6 +25,7 @@ from llamapipe.locks import Lock
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
 _RESOLVED_S = 0.1
+_APART_S, _OLD_S = 0.03, 0.15  # at least between two marks; from this age on, a mark is compared with
 
 
 class RunDelay:
@@ -127,10 +130,12 @@ class CpuLoad:
     """All of these figures for a changeable set of threads. One thread at a time; ``cpu_load`` makes it.
 
     ``run_and_delay_s``: ``RunDelay.read`` for the watched threads. ``idle_s``: see ``IdleCores.read``. ``n_throttled``:
-    see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run.
+    see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run. ``earlier``: the core
+    times of a recent moment, to compare with; None if none were noted.
     """
 
     def __init__(self) -> None:
+        self.earlier = _recent_mark()
         self._delay, self._cores, self._throttling = RunDelay([]), IdleCores(), Throttling()
         self.run_and_delay_s = self._delay.read
         self.idle_s = self._cores.read
@@ -150,8 +155,45 @@ class CpuLoad:
         self._throttling.close()
 
 
+class CoreTimes(NamedTuple):
+    """A moment of ``perf_counter``, and the seconds that the cores had been idle and this process had run by then."""
+
+    now_s: float
+    idle_s: float
+    process_s: float
+
+
+_marks: deque[CoreTimes] = deque(maxlen=8)  # oldest first
+
+
+def mark_cores() -> None:
+    """Note how long cores have been idle, for engines that soon begin to compute. Takes 0.1 ms; any thread.
+
+    An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
+    """
+    now_s = time.perf_counter()
+    if _marks and now_s - _marks[-1].now_s < _APART_S:
+        return
+    try:
+        cores = IdleCores()
+    except OSError:
+        return
+    try:
+        _marks.append(CoreTimes(now_s, cores.read(), time.process_time()))
+    finally:
+        cores.close()
+
+
+def _recent_mark() -> CoreTimes | None:
+    """Return the newest mark that is old enough to compare with, or else the oldest."""
+    now_s, marks = time.perf_counter(), tuple(_marks)
+    old = [mark for mark in marks if now_s - mark.now_s >= _OLD_S]
+    return old[-1] if old else marks[0] if marks else None
+
+
 def cpu_load() -> CpuLoad | None:
     """Return a reader of this system's load; None if the system does not report everything needed."""
+    mark_cores()
     try:
         return CpuLoad() if has_run_delay() else None
     except OSError:
@@ -313,7 +355,9 @@ def _forget_in_child() -> None:
     """Drop the budget: the parent's engines do not compute here, and its locks may be held by threads that are gone."""
     global _budget, _making
     _budget, _making = None, Lock()
+    _marks.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+mark_cores()  # of the first engine; until it computes, a model is imported and loaded

@@ -21,6 +21,7 @@ from llamapipe.arguments import check_flag, choice_of, int_of, path_of
 from llamapipe.chat.tools import ToolDefinition
 from llamapipe.errors import BackendError, EngineClosedError, ModelLoadError
 from llamapipe.host.cores import usable_cores
+from llamapipe.host.cpu_load import mark_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama._overrides import (
@@ -205,6 +206,7 @@ class Model(Owner):
             check_rpc(split, n_layers, self.vocab_only)
 
         # 3. The file, before llama.cpp reads it.
+        mark_cores()
         self._native = native()
         info = self._checked_file()
         self.architecture = info.architecture

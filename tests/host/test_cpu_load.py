@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
 
-from llamapipe.host.cpu_load import IdleCores, OtherWork, RunDelay, cpu_load
+from llamapipe.host import cpu_load as module
+from llamapipe.host.cpu_load import CoreTimes, IdleCores, OtherWork, RunDelay, cpu_load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's schedstat")
 
@@ -85,9 +87,25 @@ def test_other_work_is_what_is_neither_idle_nor_ours(tmp_path: Path, monkeypatch
     others.close()
 
 
+def test_the_newest_old_mark_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = deque(CoreTimes(now_s, 2 * now_s, 0.0) for now_s in (1.0, 5.0, 9.9))
+    monkeypatch.setattr(module, "_marks", marks)
+    earlier = []
+    for now_s in (10.0, 10.1, 1.1):  # the last one: no mark is old enough
+        monkeypatch.setattr(time, "perf_counter", lambda now_s=now_s: now_s)
+        load = cpu_load()
+        assert load is not None
+        load.close()
+        earlier.append(load.earlier and load.earlier.now_s)
+    assert earlier == [5.0, 9.9, 1.0]
+
+
 def test_the_real_files() -> None:
     load = cpu_load()
     assert load is not None
+    assert load.earlier is not None
+    assert load.earlier.idle_s <= load.idle_s()
+    assert load.earlier.process_s <= load.process_s()
     try:
         load.watch([threading.get_native_id()])
         run_s, delay_s = load.run_and_delay_s()
@@ -104,8 +122,6 @@ def test_the_real_files() -> None:
 
 
 def test_a_system_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import llamapipe.host.cpu_load as module
-
     monkeypatch.setattr(module.RunDelay.__init__, "__defaults__", (tmp_path,))
     assert cpu_load() is None
     write_task(tmp_path, os.getpid(), "0 0 0\n")  # a kernel built without it

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from llamapipe.errors import BackendError
-from llamapipe.host.cpu_load import BudgetMember, CpuLoad, cpu_load, process_budget
+from llamapipe.host.cpu_load import BudgetMember, CpuLoad, cpu_load, mark_cores, process_budget
 from llamapipe.llama.context import Context
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.native_pipeline import on_gpu
@@ -247,6 +247,9 @@ class ThreadTuner:
         self._idle_s = self._run_s = self._process_s = 0.0
         if self._by_delay is not None and load is not None:
             self._restart_cores(load, self._cores_began_s)
+            if load.earlier is not None:  # the first step already counts what else runs
+                self._cores_began_s, self._idle_s, self._process_s = load.earlier
+                self._idle_began_s = self._cores_began_s
 
     def __repr__(self) -> str:
         return f"<ThreadTuner {self._by_delay or self._by_time or self._threads.n_threads}>"
@@ -292,6 +295,7 @@ class ThreadTuner:
     def close(self) -> None:
         """Give the share back and close the files that it reads."""
         self.member.leave()
+        mark_cores()
         if self._load is not None:
             self._load.close()
 

@@ -14,7 +14,7 @@ import llamapipe as lp
 from llamapipe._engine.runtime import compute_threads as module
 from llamapipe._engine.runtime.compute_threads import ThreadTuner
 from llamapipe.errors import BackendError
-from llamapipe.host.cpu_load import BudgetMember, CoreBudget
+from llamapipe.host.cpu_load import BudgetMember, CoreBudget, CoreTimes
 
 GREEDY = lp.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 TICK_S = 0.01
@@ -45,6 +45,7 @@ class FakeLoad:
     alternates: bool = False
     watched: list[list[int]] = field(default_factory=list)
     closed: bool = False
+    earlier: CoreTimes | None = None
     _then_s: float = 100.0
     _delay_s: float = 0.0
     _idle_s: float = 0.0
@@ -160,6 +161,18 @@ def test_an_engine_that_wakes_up_on_a_busy_machine_begins_with_fewer_threads(clo
     clock.now_s += 2
     tuner.begin()
     assert threads.n_threads == 2
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "ours_s", "expected"), [(0.1, 0.2, 1), (0.6, 0.5, 1), (0.8, 1.0, 2), (2.0, 0.0, 2)]
+)
+def test_the_first_step_counts_what_ran_before_it(
+    clock: Clock, idle_s: float, ours_s: float, expected: int
+) -> None:
+    load, threads = FakeLoad(clock), FakeThreads(2)
+    load.earlier = CoreTimes(clock.now_s - 1.0, load.idle_s() - idle_s, load.process_s() - ours_s)
+    tuner_of(threads, CoreBudget(2).member(), load).begin()
+    assert threads.n_threads == expected
 
 
 def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:

@@ -425,8 +425,10 @@ def tsan(session: nox.Session) -> None:
         "--rootdir",
         str(HERE),
     ]
+    # It delivers a signal when it suits it, so no handler could jump out of a fault.
+    faults = f"--deselect={HERE / 'tests' / 'native' / 'test_faults.py'}"
     with session.chdir(session.create_tmp()):
-        session.run(*command, "-m", "native", *_without_limits(), *given, external=True)
+        session.run(*command, "-m", "native", *_without_limits(), faults, *given, external=True)
 
 
 @nox.session

@@ -1,8 +1,8 @@
 """Reads the cases of llama.cpp's ``tests/test-chat.cpp``: a template, options, a model's text, the expected message.
 
-Open this file if a new version of llama.cpp writes its cases in a way that is not read any more. The reader evaluates
-the few kinds of statements and expressions of which the cases consist, and passes over everything else.
-``read_cases`` fails if that loses a case.
+Open this file if a new version of llama.cpp writes its cases in a way that is not read any more. The statements of
+which cases consist are expressions of Python too, once their lists have brackets: they are evaluated with the names
+below, and every other statement is passed over. ``read_cases`` fails if that loses a case.
 """
 
 from __future__ import annotations
@@ -10,29 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|/\*.*?\*/|^[ \t]*\#[^\n]*)
       | (?P<raw>R"(?P<delimiter>[^()\s\\]{0,16})\((?P<inside>.*?)\)(?P=delimiter)")
       | (?P<text>"(?:[^"\\\n]|\\.)*")
-      | (?P<name>[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*)
-      | (?P<number>\d[\w.]*)
-      | (?P<mark>->|\+=|==|!=|&&|\|\||<<|.)""",
+      | [A-Za-z_]\w*(?:::[A-Za-z_]\w*)* | \d[\w.]* | ->|\+=|==|!=|&&|\|\||<<|.""",
     re.DOTALL | re.VERBOSE | re.MULTILINE,
 )
-_FUNCTIONS = ("test_lfm2_parser", "test_template_output_peg_parsers")
+_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_AS_PYTHON = {"true": "True", "false": "False", "{": "[", "}": "]"}
+_FUNCTIONS = ("test_lfm2_parser", "test_template_output_peg_parsers")  # the second calls the first
 _DEFAULT_USER = {"role": "user", "content": "Hey there!"}
-
-
-class Token(NamedTuple):
-    """``kind``: "text" (decoded), "name", "number" or "mark"."""
-
-    kind: str
-    text: str
-    line: int
 
 
 @dataclass
@@ -59,423 +53,236 @@ class PeerCase:
     @property
     def key(self) -> str:
         """Identifies the case, also where lines were inserted before it."""
-        parts = [
-            repr(getattr(self, one.name)) for one in fields(self) if one.name not in ("line", "any_content")
-        ]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+        names = [of.name for of in fields(self) if of.name not in ("line", "any_content")]
+        return hashlib.sha256("\0".join(repr(getattr(self, name)) for name in names).encode()).hexdigest()[:8]
 
 
 def read_cases(source: str) -> list[PeerCase]:
     """Every case of the file. Raises ValueError if the file has more ends of cases than were read."""
-    reader = _Reader(_tokens(source))
-    reader.run()
-    return reader.cases
+    return _Reader(source).cases
 
 
-def _tokens(source: str) -> list[Token]:
-    found: list[Token] = []
-    line = 1
-    for match in _TOKEN.finditer(source):
-        kind = match.lastgroup or ""
-        text = match.group()
-        if match["raw"] is not None:
-            found.append(Token("text", match["inside"], line))
-        elif match["text"] is not None:
-            found.append(Token("text", _unescaped(text), line))
-        elif match["space"] is None:
-            found.append(Token(kind, text, line))
-        line += text.count("\n")
-    return found
-
-
-def _unescaped(literal: str) -> str:
-    """The value of a string literal of C++: its escapes name bytes of UTF-8."""
-    simple = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", '"': '"', "\\": "\\", "'": "'", "a": "\a"}
-
-    def one(match: re.Match[str]) -> str:
-        code = match[1]
-        if code[0] == "x":
-            return chr(int(code[1:], 16))
-        if code[0] in "uU":
-            return chr(int(code[1:], 16)).encode().decode("latin-1")
-        return simple[code]
-
-    text = literal[1:-1].encode().decode("latin-1")
-    text = re.sub(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", one, text)
-    return text.encode("latin-1").decode()
-
-
-class _Unread(Exception):  # noqa: N818  (a statement of another kind)
-    """The text is none of the statements or expressions of cases."""
-
-
+# ---- what the names of the file mean
 @dataclass
 class _Message:
     role: str = ""
     content: Any = ""
-    content_parts: list[Any] = field(default_factory=list)
-    tool_calls: list[Any] = field(default_factory=list)
+    content_parts: Sequence[Any] = ()
+    tool_calls: Sequence[Any] = ()
     reasoning_content: str = ""
     tool_name: str = ""
     tool_call_id: str = ""
 
     def as_openai(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.content_parts:
-            made["content"] = [{"type": "text", "text": text} for _, text in self.content_parts]
-        if self.reasoning_content:
-            made["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            made["tool_calls"] = [
-                {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments, id_ in map(_call, self.tool_calls)
-            ]
-        if self.tool_name:
-            made["name"] = self.tool_name
-        if self.tool_call_id:
-            made["tool_call_id"] = self.tool_call_id
-        return made
+        parts = [{"type": "text", "text": text} for _, text in self.content_parts]
+        calls = [
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments, id_ in _calls(self.tool_calls)
+        ]
+        optional = {"reasoning_content": self.reasoning_content, "tool_calls": calls}
+        optional |= {"name": self.tool_name, "tool_call_id": self.tool_call_id}
+        said = {"role": self.role, "content": parts or self.content}
+        return said | {name: value for name, value in optional.items() if value}
 
 
-def _call(value: Any) -> tuple[str, str, str]:
-    name, arguments, id_ = [*value, "", "", ""][:3]
-    return name or "", arguments or "", id_ or ""
+def _calls(values: Sequence[Any]) -> list[tuple[str, str, str]]:
+    """Each call's name, arguments and id; ``{}`` and what was left out are empty texts."""
+    padded = ([text or "" for text in (*value, "", "")] for value in values)
+    return [(name, arguments, id_) for name, arguments, id_, *_ in padded]
 
 
-def _message(values: list[Any]) -> _Message:
-    return _Message(*values)
+def _assistant(content: str, reasoning: str = "", *call: str) -> _Message:
+    return _several(reasoning, content, [call] if any(call) else [])
 
 
-def _simple(
-    content: str, reasoning: str = "", name: str = "", arguments: str = "", id_: str = ""
-) -> _Message:
-    calls = [(name, arguments, id_)] if name or id_ else []
+def _several(reasoning: str, content: str, calls: Sequence[Any]) -> _Message:
     return _Message("assistant", content, tool_calls=calls, reasoning_content=reasoning)
 
 
-def _several(reasoning: str, content: str, calls: list[Any]) -> _Message:
-    return _Message("assistant", content, tool_calls=list(calls), reasoning_content=reasoning)
+def _tool(name: str, description: str, parameters: str) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": json.loads(parameters)}
+    return {"type": "function", "function": function}
 
 
-@dataclass
-class _Tester:
-    template: str
-
-
-@dataclass
-class _Json:
-    value: Any
+class _Json(NamedTuple):
+    value: list[Any]
 
     def dump(self) -> str:
-        return json.dumps(self.value)
+        pairs = all(isinstance(item, list) and len(item) == 2 for item in self.value)
+        return json.dumps(dict(self.value) if pairs else self.value)
 
 
-def _json(value: Any) -> _Json:
-    pairs = isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)
-    return _Json(dict(value) if pairs else value)
-
-
-_BUILT_IN: dict[str, Callable[..., Any]] = {
-    "simple_assist_msg": _simple,
-    "message_with_tool_calls": lambda name, arguments: _simple("", "", name, arguments),
-    "message_with_tool_calls_and_reasoning": lambda name, arguments, why: _simple("", why, name, arguments),
+_MEANINGS: dict[str, Callable[..., Any]] = {
+    "simple_assist_msg": _assistant,
+    "message_with_tool_calls": partial(_assistant, "", ""),
+    "message_with_tool_calls_and_reasoning": lambda name, arguments, why: _assistant(
+        "", why, name, arguments
+    ),
     "message_with_reasoning_content_and_multiple_tool_calls": _several,
-    "message_with_content_and_tool_call": lambda text, name, arguments: _simple(text, "", name, arguments),
-    "message_with_reasoning_and_tool_call": lambda why, name, arguments: _simple("", why, name, arguments),
-    "std::string": lambda text: text,
-    "json": _json,
+    "message_with_content_and_tool_call": lambda text, *call: _assistant(text, "", *call),
+    "message_with_reasoning_and_tool_call": partial(_assistant, ""),
+    "std::string": str,
+    "json": _Json,
 }
+# The options of a case: the field, and its value.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "reasoning_format": ("separates_reasoning", lambda value: value != "COMMON_REASONING_FORMAT_NONE"),
+    "tools": ("tools", lambda values: [_tool(*value) for value in values]),
+    "parallel_tool_calls": ("parallel", bool),
+    "json_schema": ("schema", str),
+    "tool_choice": ("tool_choice", lambda value: value.removeprefix("COMMON_CHAT_TOOL_CHOICE_").lower()),
+    "continue_final_message": (
+        "continues",
+        lambda value: value.removeprefix("COMMON_CHAT_CONTINUATION_").lower(),
+    ),
+    "messages": ("messages", lambda values: [value.as_openai() for value in values]),
+    "is_partial": ("is_partial", bool),
+    "expect_content": ("content", str),
+    "expect_reasoning": ("reasoning", str),
+    "expect_tool_calls": ("calls", _calls),
+}
+_UNUSED = ("add_generation_prompt", "expect_reconstruction", "expect_rules")
 
 
 class _Case:
-    """A case that is being built. Its methods are those of the file."""
+    """A case that is being built, with the methods of the file's ``peg_test_builder``."""
 
-    def __init__(self, reader: _Reader, template: str, text: str, line: int) -> None:
-        self._reader = reader
-        self.case = PeerCase(template, line, text)
-        self.case.template_args["enable_thinking"] = True
+    def __init__(self, cases: list[PeerCase], template: str, line: int, text: str) -> None:
+        self._cases = cases
+        self._case = PeerCase(template, line, text, template_args={"enable_thinking": True})
 
-    def call(self, name: str, values: list[Any]) -> Any:
-        case = self.case
-        value: Any = values[0] if values else True
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._set, name)
+
+    def _set(self, name: str, value: Any = True) -> _Case:
+        case = self._case
         if name == "run":
-            self._reader.cases.append(case)
-            return None
-        if name == "reasoning_format":
-            case.separates_reasoning = value != "COMMON_REASONING_FORMAT_NONE"
+            self._cases.append(case)
         elif name == "enable_thinking":
             case.template_args["enable_thinking"] = value
         elif name == "chat_template_kwargs":
             case.template_args.update({key: json.loads(text) for key, text in value})
-        elif name == "tools":
-            case.tools = [_tool(one) for one in value]
-        elif name == "parallel_tool_calls":
-            case.parallel = value
-        elif name == "json_schema":
-            case.schema = value
-        elif name == "tool_choice":
-            case.tool_choice = value.removeprefix("COMMON_CHAT_TOOL_CHOICE_").lower()
-        elif name == "continue_final_message":
-            case.continues = value.removeprefix("COMMON_CHAT_CONTINUATION_").lower()
-        elif name == "messages":
-            case.messages = [one.as_openai() for one in value]
-        elif name == "is_partial":
-            case.is_partial = value
         elif name == "expect":
             case.content, case.reasoning = value.content, value.reasoning_content
-            case.calls = [_call(one) for one in value.tool_calls]
-        elif name == "expect_content":
-            case.content = value
-        elif name == "expect_reasoning":
-            case.reasoning = value
-        elif name == "expect_tool_calls":
-            case.calls = [_call(one) for one in value]
-        elif name not in ("add_generation_prompt", "expect_reconstruction", "expect_rules"):
+            case.calls = _calls(value.tool_calls)
+        elif name in _OPTIONS:
+            attribute, converted = _OPTIONS[name]
+            setattr(case, attribute, converted(value))
+        elif name not in _UNUSED:
             raise ValueError(
                 f"line {case.line}: a case has the option {name}, which this reader does not know"
             )
         return self
 
 
-def _tool(values: list[Any]) -> dict[str, Any]:
-    name, description, parameters = values
-    function = {"name": name, "description": description, "parameters": json.loads(parameters)}
-    return {"type": "function", "function": function}
+class _Tester:
+    def __init__(self, cases: list[PeerCase], path: str, *_: object) -> None:
+        self.test = partial(_Case, cases, path.rpartition("/")[2].removesuffix(".jinja"))
+
+
+class _Names(dict[str, Any]):
+    """Those that are defined; constants are their names, and what else is not known is None."""
+
+    def __missing__(self, name: str) -> str | None:
+        return name if name.isupper() else None
+
+
+# ---- statements
+class _Token(NamedTuple):
+    """``text``: a name, a number, a mark, or a string as Python writes it."""
+
+    text: str
+    line: int
+
+
+def _tokens(source: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    line = 1
+    for match in _TOKEN.finditer(source):
+        if match["raw"] is not None:
+            tokens.append(_Token(repr(match["inside"]), line))
+        elif match["text"] is not None:
+            tokens.append(_Token(repr(_unescaped(match["text"][1:-1])), line))
+        elif match["space"] is None:
+            tokens.append(_Token(match.group().replace("::", "__"), line))
+        line += match.group().count("\n")
+    return tokens
+
+
+def _unescaped(text: str) -> str:
+    """The value of a string literal of C++, whose escapes name bytes of UTF-8."""
+    text = _UNICODE.sub(lambda m: chr(int(m[1] or m[2], 16)) if m[1] or m[2] else m[0], text)
+    return text.encode().decode("unicode_escape").encode("latin-1").decode()
 
 
 class _Reader:
-    def __init__(self, tokens: list[Token]) -> None:
-        self._tokens = tokens
-        self._at = 0
-        self._names: dict[str, Any] = {}
+    """Reads the definitions at the top level, and then the cases of the last of ``_FUNCTIONS``."""
+
+    def __init__(self, source: str) -> None:
+        self._tokens = _tokens(source)
+        self._texts = [token.text for token in self._tokens]
+        self._bodies: dict[str, tuple[int, int]] = {}
         self.cases: list[PeerCase] = []
+        self._names = _Names({name.replace("::", "__"): means for name, means in _MEANINGS.items()})
+        self._names["peg_tester"] = partial(_Tester, self.cases)
+        self._run(0, len(self._texts))
+        self._run(*self._bodies[_FUNCTIONS[-1]])
+        written = [i for body in self._bodies.values() for i in range(*body) if self._is_end(i)]
+        n_read = len({case.line for case in self.cases})  # those of a loop have one line
+        if n_read < len(written):
+            raise ValueError(f"{n_read} cases were read of {len(written)}")
 
-    def run(self) -> None:
-        """Reads the definitions at the top level, and then the functions of cases."""
-        bodies: dict[str, tuple[str, int]] = {}
-        while self._at < len(self._tokens):
-            begin = self._at
-            if self._is("name", "static") and (found := self._function()):
-                bodies[found[0]] = found[1:]
-                self._at = begin
-                self._skip_statement()
-            else:
-                self._statement()
-        for name in _FUNCTIONS:  # the first is called by the second
-            parameter, at = bodies[name]
-            self._names[name] = (parameter, at)
-        before, self._at = len(self.cases), bodies[_FUNCTIONS[-1]][1]
-        self._block()
-        n_ends = self._n_ends(bodies[_FUNCTIONS[-1]][1], self._at)
-        if len(self.cases) - before < n_ends:
-            raise ValueError(f"{len(self.cases) - before} cases were read of at least {n_ends}")
+    def _is_end(self, at: int) -> bool:
+        return self._texts[at : at + 3] == [".", "run", "("]
 
-    def _n_ends(self, begin: int, end: int) -> int:
-        """How often ``.run(`` is written."""
-        texts = [token.text for token in self._tokens[begin:end] if token.kind != "text"]
-        return sum(texts[i : i + 3] == [".", "run", "("] for i in range(len(texts)))
+    def _run(self, at: int, end: int, **names: Any) -> None:
+        """Reads the statements from one token to another, with these values of names."""
+        self._names.update(names)
+        while at < end:
+            begin, at = at, self._end(at)
+            with suppress(AttributeError, SyntaxError, TypeError):  # no part of a case
+                self._statement(begin, at)
 
-    def _function(self) -> tuple[str, str, int] | None:
-        """The name, the first parameter and the place of the body if a function of cases begins here."""
-        for i in range(self._at, min(self._at + 4, len(self._tokens) - 1)):
-            if self._tokens[i].text in _FUNCTIONS and self._tokens[i + 1].text == "(":
-                close = next(j for j in range(i, len(self._tokens)) if self._tokens[j].text == ")")
-                first = [t.text for t in self._tokens[i + 2 : close] if t.kind == "name"]
-                names = [n for n in first if n not in ("const", "bool", "std::string")]
-                return self._tokens[i].text, names[0] if names else "", close + 1
-        return None
-
-    # ---- tokens
-    def _is(self, kind: str, text: str) -> bool:
-        if self._at >= len(self._tokens):
-            return False
-        token = self._tokens[self._at]
-        return token.kind == kind and token.text == text
-
-    def _skip(self, mark: str) -> bool:
-        found = self._is("mark", mark)
-        self._at += found
-        return found
-
-    def _expect(self, mark: str) -> None:
-        if not self._skip(mark):
-            raise _Unread
-
-    # ---- statements
-    def _block(self) -> None:
-        self._expect("{")
-        while not self._skip("}"):
-            self._statement()
-
-    def _statement(self) -> None:
-        begin = self._at
-        if self._is("mark", "{"):
-            self._block()
-            return
-        if self._is("name", "for"):
-            try:
-                self._loop()
-                return
-            except _Unread:
-                self._at = begin
-        try:
-            self._simple_statement()
-        except _Unread:
-            self._at = begin
-            self._skip_statement()
-
-    def _loop(self) -> None:
-        self._at += 1
-        self._expect("(")
-        name = ""
-        while not self._skip(":"):
-            if self._tokens[self._at].text in (";", ")", "{"):
-                raise _Unread
-            name = self._tokens[self._at].text
-            self._at += 1
-        values = self._expression()
-        self._expect(")")
-        body = self._at
-        for value in values:
-            self._at = body
-            self._names[name] = value
-            self._block()
-
-    def _simple_statement(self) -> None:
-        """A definition, an assignment to a member, or an expression."""
-        line = [self._tokens[i] for i in range(self._at, min(self._at + 12, len(self._tokens)))]
-        words = 0
-        while words < len(line) and (line[words].kind == "name" or line[words].text in ("*", "&", "<", ">")):
-            words += 1
-        after = line[words].text if words < len(line) else ""
-        kind = line[words - 2].text if words > 1 else ""
-        if words == 1 and after == "." and line[2].kind == "name" and line[3].text == "=":
-            target = self._names.get(line[0].text)
-            self._at += 4
-            value = self._expression()
-            self._expect(";")
-            if not isinstance(target, _Message):
-                raise _Unread
-            setattr(target, line[2].text, value)
-        elif words > 1 and after in ("=", "{", ";"):
-            name = line[words - 1].text
-            self._at += words
-            self._skip("=")
-            value = _Message() if after == ";" else self._expression()
-            if isinstance(value, list) and kind == "common_chat_msg":
-                value = _message(value)
-            self._expect(";")
-            self._names[name] = value
-        elif words == 1:
-            self._expression()
-            self._expect(";")
-        else:
-            raise _Unread
-
-    def _skip_statement(self) -> None:
-        """Passes over one statement: up to a semicolon or a closed block."""
+    def _end(self, at: int) -> int:
+        """The end of the statement that begins there: after a semicolon or a closed block."""
         depth = 0
-        while self._at < len(self._tokens):
-            token = self._tokens[self._at]
-            self._at += 1
-            if token.kind != "mark":
-                continue
-            if token.text in "({[":
-                depth += 1
-            elif token.text in ")}]":
-                depth -= 1
-                if (
-                    depth <= 0
-                    and token.text == "}"
-                    and not self._is("mark", ";")
-                    and not self._is("mark", ")")
-                ):
-                    return
-            elif token.text == ";" and depth == 0:
-                return
+        for i in range(at, len(self._texts)):
+            text = self._texts[i]
+            depth += (text in ("(", "{", "[")) - (text in (")", "}", "]"))
+            is_block = text == "}" and self._texts[i + 1 : i + 2] not in ([";"], [")"])
+            if depth <= 0 and (is_block or text == ";"):
+                return i + 1
+        return len(self._texts)
 
-    # ---- expressions
-    def _expression(self) -> Any:
-        value = self._chain()
-        while self._skip("+"):
-            value = value + self._chain()
-        return value
+    def _statement(self, at: int, end: int) -> None:
+        """A block, a loop, a function of cases, a definition, an assignment to a member, or an expression."""
+        texts = self._texts[at:end]
+        blocks = [at + i for i in range(1, len(texts)) if texts[i - 1 : i + 1] == [")", "{"]]
+        n_words = next(i for i, text in enumerate(texts) if text not in "*&<>" and not text.isidentifier())
+        after = texts[n_words]
+        if after == "{" and n_words == 0:
+            self._run(at + 1, end - 1)
+        elif texts[0] == "for" and ":" in texts:
+            colon = texts.index(":")
+            for value in self._value(at + colon + 1, blocks[0] - 1):
+                self._run(blocks[0] + 1, end - 1, **{texts[colon - 1]: value})
+        elif after == "(" and n_words == 3 and texts[2] in _FUNCTIONS:
+            parameter = texts[min(texts.index(","), texts.index(")")) - 1]
+            body = self._bodies[texts[2]] = blocks[0] + 1, end - 1
+            self._names[texts[2]] = lambda value, *_: self._run(*body, **{parameter: value})
+        elif after == "." and texts[3] == "=":
+            setattr(self._names[texts[0]], texts[2], self._value(at + 4, end - 1))
+        elif n_words > 1 and after in ("=", "{", ";") and texts[0] != "using":
+            value = [] if after == ";" else self._value(at + n_words + (after == "="), end - 1)
+            is_message = texts[n_words - 2] == "common_chat_msg" and isinstance(value, list)
+            self._names[texts[n_words - 1]] = _Message(*value) if is_message else value
+        else:
+            self._value(at, end - 1)
 
-    def _chain(self) -> Any:
-        value = self._primary()
-        while self._skip("."):
-            name = self._tokens[self._at].text
-            self._at += 1
-            line = self._tokens[self._at].line
-            self._expect("(")
-            values = list(self._list(")"))
-            if isinstance(value, _Tester) and name == "test":
-                value = _Case(self, value.template, values[0], line)
-            elif isinstance(value, _Case):
-                value = value.call(name, values)
-            elif isinstance(value, _Json) and name == "dump":
-                value = value.dump()
-            else:
-                raise _Unread
-        return value
-
-    def _primary(self) -> Any:
-        if self._at >= len(self._tokens):
-            raise _Unread
-        token = self._tokens[self._at]
-        self._at += 1
-        if token.kind == "text":
-            text = token.text
-            while self._at < len(self._tokens) and self._tokens[self._at].kind == "text":
-                text += self._tokens[self._at].text
-                self._at += 1
-            return text
-        if token.kind == "number":
-            return int(token.text) if token.text.isdigit() else float(token.text)
-        if token.text == "{":
-            return list(self._list("}"))
-        if token.kind != "name":
-            raise _Unread
-        if token.text in ("true", "false"):
-            return token.text == "true"
-        if self._is("mark", "("):
-            return self._called(token.text)
-        if token.text in self._names:
-            return self._names[token.text]
-        if token.text.isupper():  # a constant
-            return token.text
-        raise _Unread
-
-    def _called(self, name: str) -> Any:
-        self._expect("(")
-        if name == "peg_tester":
-            values = list(self._list(")"))
-            return _Tester(values[0].rpartition("/")[2].removesuffix(".jinja"))
-        values = list(self._list(")"))
-        if name in _BUILT_IN:
-            return _BUILT_IN[name](*values)
-        found = self._names.get(name)
-        if not isinstance(found, tuple):
-            raise _Unread
-        back = self._at
-        parameter, self._at = found
-        self._names[parameter] = values[0]
-        self._block()
-        self._at = back
-        return None
-
-    def _list(self, close: str) -> Iterator[Any]:
-        while not self._skip(close):
-            # An element that is not understood, such as a flag, is None.
-            begin = self._at
-            try:
-                value = self._expression()
-            except _Unread:
-                self._at = begin
-                value = None
-                if self._tokens[self._at].kind != "name":
-                    raise
-                self._at += 1
-            yield value
-            if not self._skip(",") and not self._is("mark", close):
-                raise _Unread
+    def _value(self, begin: int, end: int) -> Any:
+        """The value of an expression. ``test`` is told its line."""
+        words = [_AS_PYTHON.get(text, text) for text in self._texts[begin:end]]
+        for i in range(1, len(words)):
+            if words[i - 1] == "test":
+                words[i] = f"({self._tokens[begin + i].line},"
+        return eval(" ".join(words), {"__builtins__": {}}, self._names)

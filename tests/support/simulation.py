@@ -360,7 +360,6 @@ class SimExecutor(FakeContext):
         self._done_at: dict[int, float] = {}
         self._rows_of: dict[int, dict[int, int]] = {}
         self._errors: dict[int, Exception] = {}
-        self._tokens_of: dict[int, list[int]] = {}
         self._late: list[tuple[Any, int, int]] = []
         self._notify: Callable[[], object] = lambda: None
 
@@ -383,12 +382,6 @@ class SimExecutor(FakeContext):
             self._wake_rest()
         return step
 
-    def launch_repeat(self) -> int:
-        rows, _ = self._asked
-        last = self.launches[-1]
-        assert self._sampled is not None and list(rows) == list(range(len(last.tokens)))
-        return self.launch(self._sampled, [p + 1 for p in last.positions], last.seq_ids, last.outputs)
-
     def _wake_rest(self) -> None:
         """As launches do if the woken threads take long."""
         dispatcher = getattr(self._wake, "__self__", None)
@@ -401,12 +394,10 @@ class SimExecutor(FakeContext):
         self.world.pass_time(max(self._done_at[step] - self.world.now, 0.0))
         if step in self._errors:
             raise self._errors.pop(step)
-        said = [self._rows_of[step][row] for row in rows]
-        for sampler in samplers:
-            if sampler is not None:
-                sampler.noted.clear()
+        for sampler in filter(None, samplers):
+            sampler.noted.clear()
         self._asked = (rows, samplers)
-        self._sampled = self._draw_all(said, samplers, guessed)
+        self._sampled = self._draw_all([self._rows_of[step][row] for row in rows], samplers, guessed)
         return self._sampled.copy()
 
     def _draw(self, token: int, sampler: SimSampler) -> int:
@@ -472,14 +463,13 @@ class Simulation:
             window=rng.choice((3, 8)) if not is_recurrent and rng.random() < 0.3 else 0,
         )
         self.context = context
-        is_unified = n_cells is not None
         cache = KvCache(
             n_slots,
             rng.random() < 0.7,
             has_states=context.recurrent,
             has_cells=context.has_cells,
             window=context.window,
-            shares_cells=is_unified,
+            shares_cells=context.shares_cells,
             cell_bytes=1,
             host_bytes=rng.choice((0, 60, 3_000, 20_000)),
             min_prefix=rng.choice((1, 4)),
@@ -488,17 +478,20 @@ class Simulation:
         # How full sequences go on. Cells that sequences share, and states, cannot be shifted.
         self.overflow, self.n_keep = "stop", 0
         if not context.recurrent and rng.random() < 0.4:
-            self.overflow = "recompute" if is_unified else rng.choice(("recompute", "shift", "shift"))
+            self.overflow = (
+                "recompute" if context.shares_cells else rng.choice(("recompute", "shift", "shift"))
+            )
             self.n_keep = rng.choice(
                 (2, N_CTX - 4, N_CTX - 4)
-            )  # with these, sequences are full after two tokens
+            )  # they are full after two tokens with the others
+        self.can_overflow = self.overflow != "stop"  # full sequences drop tokens
         self.scheduler = Scheduler(
             cache,
             N_CTX,
             context.n_cells,
             context.n_batch,
             rng.choice((4, 8)) if context.n_batch == 8 else 16,
-            padding_token=None if is_unified or context.recurrent else 0,
+            padding_token=None if context.shares_cells or context.recurrent else 0,
             prefill_cutoff=rng.choice((None, 4, 4)),
             overflow=Overflow(self.overflow, self.n_keep),
             gate=Gate(
@@ -541,11 +534,6 @@ class Simulation:
         for loop in self.loops:
             if rng.random() < 0.15:
                 world.soon(loop.close, 0.05)
-
-    @property
-    def can_overflow(self) -> bool:
-        """Whether full sequences drop tokens."""
-        return self.overflow != "stop"
 
     # ---- the run
     def run(self) -> None:
@@ -694,10 +682,16 @@ class Simulation:
         """As a sampler factory does."""
         sampler.reset()
 
-    def _enter(self, request: Request) -> Iterator[Any]:
-        """Waits for room in the queue."""
+    def _ask(self, request: Request, mailbox: Any, loop: SimLoop | None) -> Generator[Any, Any, bool]:
+        """Waits for room in the queue, and submits the request. False if nobody would answer."""
+        if loop is not None:
+            mailbox.requests.append(request)
         while not self.queue.try_enter(request):
             yield self._room
+        if loop is not None and loop.closed:  # its task is gone
+            self._cancel(request)
+            return False
+        return self._submit(request)
 
     def _room(self, caller: Caller) -> None:
         """Continues a caller when room may have come free."""
@@ -731,15 +725,8 @@ class Simulation:
         for _ in range(rng.randrange(1, 6)):
             prompt = self._prompt()
             mailbox, loop = self._mailbox()
-            sink = CompletionSink(Choices(mailbox, 0), lambda token: b"%d " % token, (), 0)
-            request = self._request(prompt.copy(), sink=sink)
-            if loop is not None:
-                mailbox.requests.append(request)
-            yield from self._enter(request)
-            if loop is not None and loop.closed:  # its task is gone
-                self._cancel(request)
-                return
-            if not self._submit(request):
+            request = self._request(prompt.copy(), sink=CompletionSink(Choices(mailbox, 0), _piece, (), 0))
+            if not (yield from self._ask(request, mailbox, loop)):
                 return
             timeout_s = rng.choice((None, None, None, 0.003, 0.05))
             item: Any = Empty if timeout_s is None else (yield self._item(mailbox, timeout_s))
@@ -801,15 +788,9 @@ class Simulation:
         rng = self.world.rng
         prompt, n_ahead = self._prompt(), rng.choice((1, 3, 64))
         mailbox, loop = self._mailbox()
-        sink = DeltaSink(mailbox, lambda token: b"%d " % token, ())
+        sink = DeltaSink(mailbox, _piece, ())
         request = self._request(prompt.copy(), token_budget=n_ahead, sink=sink)
-        if loop is not None:
-            mailbox.requests.append(request)
-        yield from self._enter(request)
-        if loop is not None and loop.closed:
-            self._cancel(request)
-            return
-        if not self._submit(request):
+        if not (yield from self._ask(request, mailbox, loop)):
             return
         leaves_after = rng.choice((None, None, 0, 3))
         pause_s = rng.choice((0.0, 0.0, 0.004, 0.02))
@@ -840,7 +821,7 @@ class Simulation:
         """One token at a time; changes the sequence, and forks it."""
         prompt = self._prompt()
         mailbox = ThreadMailbox(self.loop.dispatcher)
-        sink = TokenSink(mailbox, lambda token: b"%d " % token, ())
+        sink = TokenSink(mailbox, _piece, ())
         request = self._request(prompt.copy(), token_budget=0, resumable=True, sink=sink)
         if not self._submit(request):
             return
@@ -900,6 +881,10 @@ class Simulation:
         child = parent.fork(0, parent.sink.fork(mailbox, keeps_text=False))
         self.inbox.put(self.loop.fork, parent, child)
         yield from self._go_on(child, mailbox, whole.copy(), n_made, adapters)
+
+
+def _piece(token: int) -> bytes:
+    return b"%d " % token
 
 
 def carries(carrier: Any, adapters: Any) -> bool:

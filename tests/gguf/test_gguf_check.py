@@ -145,7 +145,7 @@ def test_accepted(tmp_path: Path, models: dict[str, bytes], model: str, edit: Ed
         for name in ("block_count", "embedding_length", "context_length"):
             document.put(f"next-years.{name}", 4, 77)
     path = tmp_path / "m.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     assert check_gguf(path).n_vocab == len(document.entry("tokenizer.ggml.tokens").value)
 
 
@@ -269,7 +269,7 @@ def test_refused(tmp_path: Path, models: dict[str, bytes], model: str, edit: Edi
     document, _ = unpack(models[model])
     edit(document)
     path = tmp_path / "m.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     with pytest.raises(ModelLoadError, match=message):
         check_gguf(path)
 
@@ -280,7 +280,7 @@ def test_bert_defaults_beyond_a_small_vocabulary(tmp_path: Path, models: dict[st
         del document.entry(f"tokenizer.ggml.{key}").value[102:]
     document.remove("tokenizer.ggml.seperator_token_id")
     path = tmp_path / "m.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     assert "its bert tokenizer needs the SEP token" in refusal(path)
 
 
@@ -291,7 +291,7 @@ def test_tensors_must_lie_where_they_can_be_mapped(tmp_path: Path, models: dict[
     seen = set()
     for n in range(4):
         document.put("pad", STRING, bytes(8 * n))
-        path.write_bytes(document.pack())
+        document.write(path)
         if path.read_bytes().index(document.tensors[0].data) % 32:
             assert "which is not a multiple of 32" in refusal(path)
             seen.add("refused")
@@ -395,11 +395,11 @@ def _split_in_two(folder: Path, data: bytes) -> tuple[Path, Path]:
     document.put("split.no", 2, 0)
     document.tensors = tensors[:9]
     first, second = folder / "m-00001-of-00002.gguf", folder / "m-00002-of-00002.gguf"
-    first.write_bytes(document.pack())
+    document.write(first)
     document.entries = [e for e in entries if e.key.startswith(b"split.")]
     document.put("split.no", 2, 1)
     document.tensors = tensors[9:]
-    second.write_bytes(document.pack())
+    document.write(second)
     return first, second
 
 
@@ -415,16 +415,16 @@ def test_parts(tmp_path: Path, models: dict[str, bytes]) -> None:
         check_gguf(first)
     document, _ = unpack(whole)
     document.put("split.no", 4, 1)  # llama.cpp reads this one without looking at its type
-    second.write_bytes(document.pack())
+    document.write(second)
     with pytest.raises(ModelLoadError, match=r"split.no must be a u16"):
         check_gguf(first)
     document.put("split.no", 2, 5)
-    second.write_bytes(document.pack())
+    document.write(second)
     with pytest.raises(ModelLoadError, match="does not say that it is part 2 of the model"):
         check_gguf(first)
     document.put("split.no", 2, 1)
     document.tensors[0].name = b"token_embd.weight"
-    second.write_bytes(document.pack())
+    document.write(second)
     with pytest.raises(ModelLoadError, match=r"'token_embd.weight' occurs in an earlier part too"):
         check_gguf(first)
     second.unlink()

@@ -90,7 +90,7 @@ def test_arrays_of_strings(
     document.put("strings", ARRAY, strings, STRING)
     document.put("after", ARRAY, list(range(tail)), 0)
     path = tmp_path_factory.getbasetemp() / "strings.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
         head = parse_head(buffer)
         array, after = head.entries["strings"].value, head.entries["after"].value

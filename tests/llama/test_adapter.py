@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from support.adapters import logits, make_adapter, merged, new_writer, rows, write_pairs
-from support.gguf_document import ARRAY, STRING, unpack
+from support.gguf_document import ARRAY, STRING, Document
 from support.gguf_models import finish, tiny_model
 
 import llamapipe as lp
@@ -198,9 +198,9 @@ def test_invocation_tokens_that_are_refused(
     tmp_path: Path, path: Path, model: lp.Model, given: tuple[Any, ...], message: str
 ) -> None:
     file = make_adapter(tmp_path / "a.gguf", path)
-    document, _ = unpack(file.read_bytes())
+    document = Document.read(file)
     document.put("adapter.alora.invocation_tokens", *given)
-    file.write_bytes(document.pack())
+    document.write(file)
     with pytest.raises(ModelLoadError) as caught:
         model.load_adapter(file)
     assert message in str(caught.value)

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from support.eager_gate import EagerGate
-from support.gguf_document import unpack
+from support.gguf_document import Document
 from support.media_models import model_with_grids, picture, qwen2vl_projector, qwen3vl_projector
 from support.mtmd_reference import MARKER, Reference
 
@@ -38,7 +38,7 @@ PROJECTORS = {"qwen2vl": qwen2vl_projector, "qwen3vl": qwen3vl_projector}
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """Weights of 32 bits: what differs is wrong, and no rounding."""
     folder = tmp_path_factory.mktemp("grids")
-    document, _ = unpack(model_with_grids(folder / "q8.gguf", request.param).read_bytes())
+    document = Document.read(model_with_grids(folder / "q8.gguf", request.param))
     for i, tensor in enumerate(document.tensors):
         kind = gguf.GGMLQuantizationType(tensor.kind)
         if kind != gguf.GGMLQuantizationType.F32:
@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             values = gguf.dequantize(raw, kind).astype(np.float32)
             document.tensors[i] = tensor.__class__(tensor.name, tensor.dims, 0, values.tobytes())
     path = folder / "f32.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     mmproj = PROJECTORS[request.param](folder / "mmproj.gguf")
     with lp.Model(path, mmproj=mmproj, kernels="ggml") as made:
         yield made

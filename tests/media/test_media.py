@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from llamapipe.host.cpu_load import process_budget
 from llamapipe.llama.projector import Projector
 from llamapipe.media.decode import Given
 
-PROJECTORS = {
+PROJECTORS: dict[str, Callable[[Path], Path]] = {
     "gemma3": gemma3_projector,
     "idefics3": idefics3_projector,
     "qwen2vl": qwen2vl_projector,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.bert_model import bert_model
-from support.gguf_document import unpack
+from support.gguf_document import Document
 from support.gguf_models import tiny_model
 from support.run_script import run_script
 
@@ -131,14 +131,14 @@ def test_a_pooling_is_no_news_for_a_model_without_a_default(
 
 def test_the_reason_of_a_failed_load_is_an_error_not_a_warning_before_it(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "tiny.gguf")
-    document, _ = unpack(path.read_bytes())
+    document = Document.read(path)
     tokens, kinds = (document.entry(f"tokenizer.ggml.{name}").value for name in ("tokens", "token_type"))
     kinds[tokens.index(b"</s>")] = 1  # a normal token: llama.cpp warns, and takes it for a control token
-    path.write_bytes(document.pack())
+    document.write(path)
     with lp.Model(path):
         pass
     document.tensors = [t for t in document.tensors if t.name != b"blk.0.ffn_norm.weight"]
-    path.write_bytes(document.pack())
+    document.write(path)
     with pytest.raises(lp.errors.ModelLoadError) as caught:
         lp.Model(path)
     assert "ffn_norm" in str(caught.value)
@@ -149,9 +149,9 @@ def test_a_token_whose_type_llama_cpp_mends_is_no_news(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny_model(tmp_path / "tiny.gguf")
-    document, _ = unpack(path.read_bytes())
+    document = Document.read(path)
     document.entry("tokenizer.ggml.tokens").value[-1] = b"<|eot_id|>"
-    path.write_bytes(document.pack())
+    document.write(path)
     caplog.set_level(logging.DEBUG, logger=LOGGER)
     with lp.Model(path):
         drain_log(native())

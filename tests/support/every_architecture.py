@@ -15,7 +15,7 @@ import numpy as np
 
 from llamapipe.errors import LlamapipeError
 from llamapipe.llama import Model
-from support.gguf_document import ARRAY, BOOL, STRING, Document, Tensor, unpack
+from support.gguf_document import ARRAY, BOOL, STRING, Document, Tensor
 from support.gguf_models import find_source, tiny_model
 
 U32, F32 = 4, 6
@@ -94,7 +94,7 @@ class Grower:
 
     def __init__(self, path: Path, architecture: str, alike: bool = True) -> None:
         self.path, self.architecture, self.alike = path, architecture, alike
-        self.document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
+        self.document = Document.read(tiny_model(path, type_name="f32"))
         for entry in self.document.entries:
             if entry.key.startswith(b"llama."):
                 entry.key = architecture.encode() + entry.key[len(b"llama") :]
@@ -112,7 +112,7 @@ class Grower:
 
     def step(self) -> bool:
         """Whether something was added; if not, ``reason`` is empty for a model that loads."""
-        self.path.write_bytes(self.document.pack())
+        self.document.write(self.path)
         self.reason = ""
         try:
             Model(self.path).close()

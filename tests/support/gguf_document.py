@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -34,10 +36,7 @@ class Tensor:
     @property
     def n_bytes(self) -> int:
         block, size = BLOCKS[self.kind]
-        n = 1
-        for dim in self.dims:
-            n *= dim
-        return n // block * size
+        return math.prod(self.dims) // block * size
 
 
 @dataclass
@@ -55,11 +54,10 @@ class Document:
 
     def put(self, key: str, kind: int, value: Any, item: int = 0) -> None:
         """Set an entry, in its place if the key is there."""
-        for entry in self.entries:
-            if entry.key == key.encode():
-                entry.kind, entry.value, entry.item = kind, value, item
-                return
-        self.entries.append(Entry(key.encode(), kind, value, item))
+        if not self.has(key):
+            self.entries.append(Entry(key.encode(), kind, value))
+        entry = self.entry(key)
+        entry.kind, entry.value, entry.item = kind, value, item
 
     def remove(self, key: str) -> None:
         self.entries = [entry for entry in self.entries if entry.key != key.encode()]
@@ -105,6 +103,16 @@ class Document:
             offset += len(data[-1])
         head = b"".join(out)
         return head + bytes(-len(head) % self.alignment) + b"".join(data) if data else head
+
+    @classmethod
+    def read(cls, path: Path) -> Document:
+        """A valid file."""
+        return unpack(path.read_bytes())[0]
+
+    def write(self, path: Path) -> Path:
+        """The file at ``path``, which it returns."""
+        path.write_bytes(self.pack())
+        return path
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe import demo_model_path
-from support.gguf_document import ARRAY, STRING, Tensor, unpack
+from support.gguf_document import ARRAY, STRING, Document, Tensor
 from support.gguf_models import finish
 
 IDEFICS3_TOKENS = ("\n\n", "\n", "<fake_token_around_image>", "<global-img>")
-_IMAGE, _PATCH, _WIDTH, _INNER = 64, 16, 32, 64
+_IMAGE, _PATCH, _WIDTH, _INNER, _N_EMBD = 64, 16, 32, 64, 192
 
 
 class _Projector:
-    def __init__(self, path: Path, kind: str, modality: str, n_embd: int, seed: int, title: str = "") -> None:
+    def __init__(
+        self, path: Path, kind: str, modality: str = "vision", n_embd: int = _N_EMBD, title: str = ""
+    ) -> None:
         self.path = path
         self.writer = gguf.GGUFWriter(path, "clip")
         if title:
             self.writer.add_name(title)
-        self._chance = np.random.default_rng(seed)
+        self._chance = np.random.default_rng(1)
         self._prefix = f"clip.{modality}."
         self._letter = modality[0]
         self.writer.add_string("clip.projector_type", kind)
@@ -53,22 +55,22 @@ class _Projector:
     def block(self, key_bias: bool = True, is_joined: bool = False) -> None:
         name = f"{self._letter}.blk.0."
         if is_joined:
-            self.put(f"{name}attn_qkv.weight", 3 * _WIDTH, _WIDTH)
-            self.put(f"{name}attn_qkv.bias", 3 * _WIDTH)
+            self.linear(f"{name}attn_qkv", 3 * _WIDTH, _WIDTH)
         for part in ("attn_out",) if is_joined else ("attn_q", "attn_k", "attn_v", "attn_out"):
-            self.put(f"{name}{part}.weight", _WIDTH, _WIDTH)
-            if key_bias or part != "attn_k":
-                self.put(f"{name}{part}.bias", _WIDTH)
+            self.linear(f"{name}{part}", _WIDTH, _WIDTH, bias=key_bias or part != "attn_k")
         self.norm(f"{name}ln1")
         self.norm(f"{name}ln2")
-        self.put(f"{name}ffn_up.weight", _INNER, _WIDTH)
-        self.put(f"{name}ffn_up.bias", _INNER)
-        self.put(f"{name}ffn_down.weight", _WIDTH, _INNER)
-        self.put(f"{name}ffn_down.bias", _WIDTH)
+        self.linear(f"{name}ffn_up", _INNER, _WIDTH)
+        self.linear(f"{name}ffn_down", _WIDTH, _INNER)
 
-    def put(self, name: str, *shape: int, scale: float = 1.0) -> None:
+    def linear(self, name: str, n_out: int, n_in: int, bias: bool = True) -> None:
+        self.put(f"{name}.weight", n_out, n_in)
+        if bias:
+            self.put(f"{name}.bias", n_out)
+
+    def put(self, name: str, *shape: int) -> None:
         n = shape[-1] if len(shape) < 4 else int(np.prod(shape[1:]))
-        values = self._chance.standard_normal(shape, dtype=np.float32) * np.float32(scale / n**0.5)
+        values = self._chance.standard_normal(shape, dtype=np.float32) * np.float32(1 / n**0.5)
         self.writer.add_tensor(name, values)
 
     def norm(self, name: str, n: int = _WIDTH, bias: bool = True) -> None:
@@ -81,92 +83,87 @@ class _Projector:
         return self.path
 
 
-def gemma3_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+def gemma3_projector(path: Path, n_embd: int = _N_EMBD) -> Path:
     """Four tokens for an image of whatever size, which see each other."""
-    made = _Projector(path, "gemma3", "vision", n_embd, seed)
-    made.add("projector.scale_factor", 2)
-    made.image()
-    made.block()
-    made.put("mm.input_projection.weight", _WIDTH, n_embd)
-    made.norm("mm.soft_emb_norm", bias=False)
-    return made.write()
+    file = _Projector(path, "gemma3", n_embd=n_embd)
+    file.add("projector.scale_factor", 2)
+    file.image()
+    file.block()
+    file.put("mm.input_projection.weight", _WIDTH, n_embd)
+    file.norm("mm.soft_emb_norm", bias=False)
+    return file.write()
 
 
-def idefics3_projector(path: Path, n_embd: int = 192, seed: int = 1, title: str = "") -> Path:
+def idefics3_projector(path: Path, title: str = "") -> Path:
     """Tiles of four tokens each, with tokens of the text model between them; as SmolVLM."""
-    made = _Projector(path, "idefics3", "vision", n_embd, seed, title)
-    made.add("projector.scale_factor", 2)
-    made.add("preproc_image_size", 2 * _IMAGE)
-    made.image()
-    made.block()
-    made.put("mm.model.fc.weight", n_embd, 4 * _WIDTH)
-    return made.write()
+    file = _Projector(path, "idefics3", title=title)
+    file.add("projector.scale_factor", 2)
+    file.add("preproc_image_size", 2 * _IMAGE)
+    file.image()
+    file.block()
+    file.put("mm.model.fc.weight", _N_EMBD, 4 * _WIDTH)
+    return file.write()
 
 
-def qwen2vl_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+def qwen2vl_projector(path: Path) -> Path:
     """A token for each 32 × 32 pixels, at a height and a width; at least 8 of them."""
-    return _qwen_projector(path, "qwen2vl_merger", n_embd, seed)
+    return _qwen_projector(path, "qwen2vl_merger")
 
 
-def qwen3vl_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+def qwen3vl_projector(path: Path) -> Path:
     """The same with rows of twice the width: the second half is added after the first layer of the text model."""
-    return _qwen_projector(path, "qwen3vl_merger", n_embd, seed)
+    return _qwen_projector(path, "qwen3vl_merger")
 
 
-def _qwen_projector(path: Path, kind: str, n_embd: int, seed: int) -> Path:
-    made = _Projector(path, kind, "vision", n_embd, seed)
+def _qwen_projector(path: Path, kind: str) -> Path:
+    file = _Projector(path, kind)
     is_third = kind == "qwen3vl_merger"
-    made.add("image_max_pixels", 64 * 32 * 32)
-    made.image(has_places=is_third)
-    made.put("v.patch_embd.weight.1", _WIDTH, 3, _PATCH, _PATCH)
-    made.block(is_joined=is_third)
+    file.add("image_max_pixels", 64 * 32 * 32)
+    file.image(has_places=is_third)
+    file.put("v.patch_embd.weight.1", _WIDTH, 3, _PATCH, _PATCH)
+    file.block(is_joined=is_third)
     if is_third:
-        made.norm("v.deepstack.0.norm", 4 * _WIDTH)
-        made.put("v.deepstack.0.fc1.weight", _INNER, 4 * _WIDTH)
-        made.put("v.deepstack.0.fc1.bias", _INNER)
-        made.put("v.deepstack.0.fc2.weight", n_embd, _INNER)
-        made.put("v.deepstack.0.fc2.bias", n_embd)
-    made.put("mm.0.weight", _INNER, 4 * _WIDTH)
-    made.put("mm.0.bias", _INNER)
-    made.put("mm.2.weight", n_embd, _INNER)
-    made.put("mm.2.bias", n_embd)
-    return made.write()
+        file.norm("v.deepstack.0.norm", 4 * _WIDTH)
+        file.linear("v.deepstack.0.fc1", _INNER, 4 * _WIDTH)
+        file.linear("v.deepstack.0.fc2", _N_EMBD, _INNER)
+    file.linear("mm.0", _INNER, 4 * _WIDTH)
+    file.linear("mm.2", _N_EMBD, _INNER)
+    return file.write()
 
 
-def ultravox_projector(path: Path, n_embd: int = 192, seed: int = 1) -> Path:
+def ultravox_projector(path: Path) -> Path:
     """375 tokens for each 30 s of sound."""
-    made = _Projector(path, "ultravox", "audio", n_embd, seed)
-    made.add("num_mel_bins", 80)
-    made.add("projector.stack_factor", 4)
-    made.put("a.conv1d.1.weight", _WIDTH, 80, 3)
-    made.put("a.conv1d.1.bias", _WIDTH, 1)
-    made.put("a.conv1d.2.weight", _WIDTH, _WIDTH, 3)
-    made.put("a.conv1d.2.bias", _WIDTH, 1)
-    made.put("a.position_embd.weight", 1500, _WIDTH)
-    made.norm("a.post_ln")
-    made.block(key_bias=False)
-    made.norm("mm.a.norm_pre", 4 * _WIDTH, bias=False)
-    made.put("mm.a.mlp.1.weight", 2 * _INNER, 4 * _WIDTH)
-    made.norm("mm.a.norm_mid", _INNER, bias=False)
-    made.put("mm.a.mlp.2.weight", n_embd, _INNER)
-    return made.write()
+    file = _Projector(path, "ultravox", "audio")
+    file.add("num_mel_bins", 80)
+    file.add("projector.stack_factor", 4)
+    file.put("a.conv1d.1.weight", _WIDTH, 80, 3)
+    file.put("a.conv1d.1.bias", _WIDTH, 1)
+    file.put("a.conv1d.2.weight", _WIDTH, _WIDTH, 3)
+    file.put("a.conv1d.2.bias", _WIDTH, 1)
+    file.put("a.position_embd.weight", 1500, _WIDTH)
+    file.norm("a.post_ln")
+    file.block(key_bias=False)
+    file.norm("mm.a.norm_pre", 4 * _WIDTH, bias=False)
+    file.put("mm.a.mlp.1.weight", 2 * _INNER, 4 * _WIDTH)
+    file.norm("mm.a.norm_mid", _INNER, bias=False)
+    file.put("mm.a.mlp.2.weight", _N_EMBD, _INNER)
+    return file.write()
 
 
 def model_with_tile_tokens(path: Path) -> Path:
     """The bundled model with the tokens that ``idefics3`` puts around tiles, in the place of its last ones."""
-    document, _ = unpack(demo_model_path().read_bytes())
+    document = Document.read(demo_model_path())
     tokens = document.entry("tokenizer.ggml.tokens").value
     kinds = document.entry("tokenizer.ggml.token_type").value
     for i, text in enumerate(IDEFICS3_TOKENS, 1):
         if text.encode() not in tokens:
             tokens[-i], kinds[-i] = text.encode(), 4
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def model_with_grids(path: Path, architecture: str = "qwen2vl") -> Path:
     """The bundled model's weights as of ``qwen2vl`` or ``qwen3vl``, whose positions have a height and a width."""
-    document, _ = unpack(demo_model_path().read_bytes())
+    document = Document.read(demo_model_path())
     old = document.architecture
     for entry in document.entries:
         if entry.key.startswith(f"{old}.".encode()):
@@ -183,8 +180,7 @@ def model_with_grids(path: Path, architecture: str = "qwen2vl") -> Path:
                 document.tensors.append(
                     Tensor(f"blk.{layer}.attn_{part}_norm.weight".encode(), [n_rot], 0, ones)
                 )
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def picture(width: int = 96, height: int = 64, seed: int = 0) -> npt.NDArray[np.uint8]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import llamapipe as lp
@@ -27,7 +28,7 @@ from support.media_models import (
     ultravox_projector,
 )
 
-MAKERS = {
+MAKERS: dict[str, Callable[[Path], Path]] = {
     "gemma3": gemma3_projector,
     "idefics3": idefics3_projector,
     "qwen2vl": qwen2vl_projector,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from k_quants import quantize
-from support.gguf_document import unpack
+from support.gguf_document import Document
 from support.gguf_models import PRESETS, TOOLS, find_source, make_model, tiny_model
 
 from llamapipe.gguf.check import check_gguf
@@ -122,9 +122,9 @@ def test_presets_of_15m_weights(preset: str, size: str, layers: int, width: int,
 
 def test_vocabulary_of_the_pinned_tree_is_copied(tmp_path: Path) -> None:
     source = find_source() / "models" / "ggml-vocab-phi-3.gguf"
-    made, _ = unpack(make_model(tmp_path / "m.gguf", shape=TINY, vocab="phi-3").read_bytes())
-    by_path, _ = unpack(make_model(tmp_path / "p.gguf", shape=TINY, vocab=str(source)).read_bytes())
-    original, _ = unpack(source.read_bytes())
+    made = Document.read(make_model(tmp_path / "m.gguf", shape=TINY, vocab="phi-3"))
+    by_path = Document.read(make_model(tmp_path / "p.gguf", shape=TINY, vocab=str(source)))
+    original = Document.read(source)
 
     def tokenizer(document: object) -> dict[bytes, object]:
         return {e.key: e for e in document.entries if e.key.startswith(b"tokenizer.")}  # type: ignore[attr-defined]

@@ -3,129 +3,92 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from urllib.parse import unquote, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Files = Mapping[str, Mapping[str, bytes]]  # by repository and name
 
 
-class SmallHub(ThreadingHTTPServer):
+class SmallHub:
     """``files``: what it has. ``requests``: methods and paths of what it was asked, in order.
 
-    ``cut_after``: the next whole file is broken off after this many bytes.
+    ``url``: its address, for ``HF_ENDPOINT``. ``cut_after``: the next whole file is broken off after this many bytes.
     """
 
-    def __init__(self, files: Files) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, files: Files, url: str) -> None:
         self.files = files
+        self.url = url
         self.requests: list[str] = []
         self.cut_after: int | None = None
+        repo = "/api/models/{owner}/{name}"
+        places = {repo: self._about, f"{repo}/revision/{{revision}}": self._about}
+        places[f"{repo}/tree/{{revision}}"] = self._tree
+        places["/{owner}/{name}/resolve/{revision}/{file:path}"] = self._file
+        self.application = Starlette(routes=[Route(path, answer) for path, answer in places.items()])
 
-    @property
-    def url(self) -> str:
-        """Its address, for ``HF_ENDPOINT``."""
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: SmallHub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        hub, path = self.server, unquote(urlsplit(self.path).path)
-        hub.requests.append(f"{self.command} {path}")
-        listing = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+|/tree/[^/]+)?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        revision = "main"
-        if listing is not None and listing.group(2):
-            revision = listing.group(2).rpartition("/")[2]
-        elif file is not None:
-            revision = file.group(2)
-        found = listing or file
-        repo = hub.files.get(found.group(1)) if found is not None else None
+    def _repo(self, request: Request) -> Mapping[str, bytes]:
+        self.requests.append(f"{request.method} {request.url.path}")
+        repo = self.files.get("{owner}/{name}".format_map(request.path_params))
         if repo is None:
-            self._send(404, b'{"error":"Repository not found"}', {"X-Error-Code": "RepoNotFound"})
-        elif revision not in ("main", COMMIT):
-            self._send(404, b'{"error":"Invalid rev id"}', {"X-Error-Code": "RevisionNotFound"})
-        elif listing is not None:
-            self._list(listing, repo)
-        elif file is not None and file.group(3) in repo:
-            self._file(repo[file.group(3)], with_body)
-        else:
-            self._send(404, b'{"error":"Entry not found"}', {"X-Error-Code": "EntryNotFound"})
+            raise _refusal("RepoNotFound")
+        if request.path_params.get("revision", "main") not in ("main", COMMIT):
+            raise _refusal("RevisionNotFound")
+        return repo
 
-    def _list(self, listing: re.Match[str], repo: Mapping[str, bytes]) -> None:
-        if "/tree/" in (listing.group(2) or ""):
-            tree = [
+    async def _about(self, request: Request) -> Response:
+        siblings = [{"rfilename": name} for name in self._repo(request)]
+        about = {"private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
+        return JSONResponse({"id": "{owner}/{name}".format_map(request.path_params), "sha": COMMIT, **about})
+
+    async def _tree(self, request: Request) -> Response:
+        files = self._repo(request).items()
+        return JSONResponse(
+            [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in repo.items()
+                for name, data in files
             ]
-            self._send(200, json.dumps(tree).encode(), {})
-            return
-        about = {
-            "id": listing.group(1),
-            "sha": COMMIT,
-            "private": False,
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-            "siblings": [{"rfilename": name} for name in repo],
-        }
-        self._send(200, json.dumps(about).encode(), {})
+        )
 
-    def _file(self, data: bytes, with_body: bool) -> None:
-        etag = hashlib.sha256(data).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        begin = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        status, first = 200, 0
-        if begin is not None and with_body:
-            status, first = 206, int(begin.group(1))
-            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-        cut = self.server.cut_after if with_body else None
-        if cut is not None:
-            self.server.cut_after = None
-            self.close_connection = True
-        self._send(status, data[first:], headers, with_body, cut)
+    async def _file(self, request: Request) -> Response:
+        data = self._repo(request).get(request.path_params["file"])
+        if data is None:
+            raise _refusal("EntryNotFound")
+        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        begin = re.match(r"bytes=(\d+)-", request.headers.get("Range", ""))
+        if begin is not None and request.method == "GET":
+            headers["Content-Range"] = f"bytes {begin[1]}-{len(data) - 1}/{len(data)}"
+            data = data[int(begin[1]) :]
+        headers |= {"Accept-Ranges": "bytes", "Content-Length": str(len(data))}
+        if request.method == "GET" and self.cut_after is not None:
+            data, self.cut_after = data[: self.cut_after], None
+        return Response(data, 206 if "Content-Range" in headers else 200, headers)
 
-    def _send(
-        self,
-        status: int,
-        body: bytes,
-        headers: Mapping[str, str],
-        with_body: bool = True,
-        cut: int | None = None,
-    ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body and self.command != "HEAD":
-            self.wfile.write(body if cut is None else body[:cut])
+
+def _refusal(code: str) -> HTTPException:
+    return HTTPException(404, code, {"X-Error-Code": code})
 
 
 @contextmanager
 def small_hub(files: Files) -> Iterator[SmallHub]:
     """Serves these files while the block runs."""
-    with SmallHub(files) as hub:
-        thread = Thread(target=hub.serve_forever, daemon=True)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        hub = SmallHub(files, "http://127.0.0.1:{1}".format(*listening.getsockname()))
+        server = uvicorn.Server(uvicorn.Config(hub.application, log_config=None, log_level="critical"))
+        thread = Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         try:
             yield hub
         finally:
-            hub.shutdown()
+            server.should_exit = True
             thread.join()

@@ -185,7 +185,7 @@ class TestTwoWorkers:
         callers = [Thread(keep_asking, keep_alive) for keep_alive in (True, True, False, False)]
         idle = httpx.Client(base_url=server.url, timeout=120)
         assert idle.get("/health").status_code == 200
-        server.signal(signal.SIGHUP)
+        server.process.send_signal(signal.SIGHUP)
         try:
             wait_until(lambda: len(server.pids()) == 2 and not before & set(server.pids()))
         finally:
@@ -253,7 +253,7 @@ class TestTheEnd:
             pids = server.pids()
             streams = [LongStream(server) for _ in range(2)]
             assert {stream.worker for stream in streams} == {0, 1}
-            server.signal(number)
+            server.process.send_signal(number)
             wait_until(lambda: refuses(server))
             assert all(all_results([Thread(stream.finishes) for stream in streams]))
             wait_for_end(pids)
@@ -263,9 +263,9 @@ class TestTheEnd:
         with worker_server(1, *OPTIONS, log=tmp_path / "log") as server:
             pids = server.pids()
             stream = LongStream(server)
-            server.signal(signal.SIGINT)
+            server.process.send_signal(signal.SIGINT)
             wait_until(lambda: refuses(server))
-            server.signal(signal.SIGINT)
+            server.process.send_signal(signal.SIGINT)
             assert not stream.finishes()
             assert server.process.wait(120) == 0
             wait_for_end(pids)

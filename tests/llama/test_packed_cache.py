@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from support.adapters import make_adapter
 from support.bert_model import bert_model
-from support.gguf_document import unpack
+from support.gguf_document import Document
 from support.gguf_models import Shape, make_model, split_model
 from support.run_script import Script, run_script
 from support.server_process import ServerProcess
@@ -706,14 +706,13 @@ def test_a_time_far_in_the_future(path: Path, folder: Path, caplog: pytest.LogCa
 
 def quantized_bert(path: Path) -> Path:
     """Its matrices as Q8_0."""
-    document, _ = unpack(bert_model(path)[0].read_bytes())
+    document = Document.read(bert_model(path)[0])
     for tensor in document.tensors:
         if tensor.name.startswith(b"blk.") and len(tensor.dims) == 2:
             values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
             tensor.kind = int(Type.Q8_0)
             tensor.data = gguf.quants.quantize(values, Type.Q8_0).tobytes()
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def experts(path: Path) -> Path:
@@ -785,4 +784,4 @@ def test_what_a_model_computes_does_not_depend_on_the_file(
 def test_the_model_for_embeddings_takes_the_folder(path: Path, folder: Path, tmp_path: Path) -> None:
     options = ["-m", str(path), "--embeddings", str(path), "--packed-cache", str(folder), "-c", "128"]
     with ServerProcess(*options, cwd=tmp_path) as server:
-        assert n_mapped(file_in(folder), server.pid) == 2
+        assert n_mapped(file_in(folder), server.process.pid) == 2

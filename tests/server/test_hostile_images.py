@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def peak_bytes(server: ServerProcess) -> int:
-    status = Path(f"/proc/{server.pid}/status").read_text()
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 

@@ -105,7 +105,7 @@ def test_sigterm(tmp_path: Path) -> None:
     ):
         lines = answer.iter_lines()
         next(lines)
-        server._process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         assert idle.refuses_others()
         assert list(lines)[-2] == "data: [DONE]"
 
@@ -113,7 +113,7 @@ def test_sigterm(tmp_path: Path) -> None:
 def test_sigterm_to_a_supervisor(tmp_path: Path) -> None:
     with worker_server(1, *OPTIONS, log=tmp_path / "log") as server, closing(Idle(server.url)) as idle:
         stream = LongStream(server)
-        server.signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         wait_until(idle.refuses_others)
         assert stream.finishes()
         assert server.process.wait(PATIENCE_S) == 0

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,25 +10,26 @@ import httpx
 
 from support.control import PATIENCE_S, wait_until
 from support.run_script import environment
-from support.server_process import supervisor
+from support.server_process import ServerProcess
 
 N_LONG = 1500
 LONG = {"prompt": "Once upon a time", "max_tokens": N_LONG, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 
 
-class _Server:
-    """A running process with others below it, and a client of it."""
+class _Server(ServerProcess):
+    """A running process with others below it, which it ends with itself, and a client of it."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, log: Path, **headers: str) -> None:
-        self.process = process
-        self.url = url
-        self._log = log
-        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, headers=headers)
+    def __init__(self, *arguments: str, log: Path, env: dict[str, str] | None = None, **headers: str) -> None:
+        super().__init__(*arguments, cwd=log.parent, env=env, log=log)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, headers=headers)
 
-    def log(self) -> str:
-        """What it has said."""
-        return self._log.read_text()
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        try:
+            self.end()
+        finally:
+            self.kill()
 
     def values(self) -> dict[str, float]:
         """The metrics."""
@@ -71,20 +68,12 @@ class PoolServer(_Server):
         return self.values().get(name, 0.0)
 
 
-@contextmanager
-def pool_server(models: Path | str, *options: str, log: Path, **variables: str) -> Iterator[PoolServer]:
-    """A server of these models. Its standard error goes into ``log``. ``variables``: of its environment.
+def pool_server(models: Path | str, *options: str, log: Path, **variables: str) -> PoolServer:
+    """A server of these models. ``variables``: of its environment.
 
     Streams have no signs of life, unless ``options`` ask for them: a test waits for their first token.
     """
-    env = environment(variables)
-    with supervisor("--models", str(models), "--ping", "60", *options, says=" at http", log=log, env=env) as (
-        process,
-        url,
-    ):
-        server = PoolServer(process, url, log)
-        with server.client:
-            yield server
+    return PoolServer("--models", str(models), "--ping", "60", *options, log=log, env=environment(variables))
 
 
 # ---- several workers
@@ -99,10 +88,6 @@ class WorkerState(NamedTuple):
 
 class WorkerServer(_Server):
     """A running supervisor with its workers."""
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the supervisor."""
-        self.process.send_signal(number)
 
     def workers(self, state: str = "ready") -> list[WorkerState]:
         """The workers in a state."""
@@ -120,14 +105,10 @@ class WorkerServer(_Server):
         return [worker.pid for worker in self.workers()]
 
 
-@contextmanager
-def worker_server(n: int, *options: str, log: Path) -> Iterator[WorkerServer]:
-    """A server with ``n`` workers and the bundled model, ready. Its standard error goes into ``log``."""
-    with supervisor("--workers", str(n), *options, says=f"with {n} worker", log=log) as (process, url):
-        # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
-        server = WorkerServer(process, url, log, connection="close")
-        with server.client:
-            yield server
+def worker_server(n: int, *options: str, log: Path) -> WorkerServer:
+    """A server with ``n`` workers and the bundled model, ready."""
+    # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
+    return WorkerServer("--workers", str(n), *options, log=log, connection="close")
 
 
 def has_ended(pid: int) -> bool:

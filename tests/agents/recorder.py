@@ -7,7 +7,6 @@ import socket
 from dataclasses import dataclass
 from http.client import HTTPResponse, parse_headers
 from threading import Lock, Thread
-from types import TracebackType
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()

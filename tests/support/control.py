@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import llamapipe as lp
@@ -47,9 +46,7 @@ class Gate:
         replace_executor(self._engine, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.open()
         if not self._engine.closed:
             replace_executor(self._engine, self._executor)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -70,9 +69,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in (*self.workers, self._frontend):
             process.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -78,9 +77,7 @@ class Subscriber:
     def __enter__(self) -> Subscriber:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
     def wait(self, cause: Callable[[], object]) -> None:

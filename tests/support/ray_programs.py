@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from support.control import wait_until
@@ -53,9 +52,7 @@ class RayProgram:
     def __enter__(self) -> RayProgram:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import llamapipe
 
@@ -105,9 +104,7 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._watchdog.cancel()
         self._watchdog.join()

@@ -5,29 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
-from support.adapters import dequantized, make_adapter, matrices_of, merged
+from support.adapters import dequantized, logits, make_adapter, matrices_of, merged
 from support.every_architecture import fill, grow
 from support.gguf_models import PRESETS, make_model
 
 import llamapipe as lp
 from llamapipe.errors import ModelLoadError
-from llamapipe.llama.context import Context
 
-TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
 SHAPE = PRESETS["tiny"].shape
-
-
-def logits(model: lp.Model, adapter: Any = None) -> np.ndarray:
-    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
-    with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
-        context.set_adapters(model.adapters.choose(adapter))
-        n = len(TOKENS)
-        context.decode(lp.DecodeBatch(TOKENS, range(n), [0] * n, [1] * n))
-        return np.array([context.logits(i) for i in range(n)])
 
 
 def of_file(path: Path) -> np.ndarray:
@@ -50,7 +39,7 @@ def test_an_adapter_is_as_exact_as_the_weights(
     with lp.Model(path, kernels=kernels) as model:
         model.load_adapter(file, "a")
         error_of_base = np.abs(logits(model) - exact_base).max()
-        error = np.abs(logits(model, "a") - expected).max()
+        error = np.abs(logits(model, model.adapters.choose("a")) - expected).max()
     assert np.abs(expected - exact_base).max() > 20 * error_of_base
     assert error < max(2 * error_of_base, 1e-4)  # some processors multiply F16 without any error
 
@@ -63,7 +52,7 @@ def test_experts_have_adapters(tmp_path: Path) -> None:
     expected = of_file(merged(tmp_path / "merged.gguf", path, [(file, 1.0)]))
     with lp.Model(path) as model:
         assert model.load_adapter(file, "a").n_pairs == 7 * shape.layers
-        found = logits(model, "a")
+        found = logits(model, model.adapters.choose("a"))
         assert np.abs(found - logits(model)).max() > 0.1
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-4)
 
@@ -92,7 +81,7 @@ def test_other_architectures(tmp_path: Path, architecture: str, n_ignored: int) 
                     model.load_adapter(file, "a")
                 n_refused += 1
                 continue
-            found = logits(model, "a")
+            found = logits(model, model.adapters.choose("a"))
             model.adapters.loaded()[0].close()
             changed = np.abs(expected - base).max()
             assert changed > 1e-3, matrices

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import llamapipe as lp
 from llamapipe.llama.adapter import AdapterSet
 from llamapipe.llama.context import Context
-from support.gguf_document import Tensor, unpack
+from support.gguf_document import Document, Tensor
 from support.gguf_models import finish
 
 MATRICES = r"blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight"
@@ -35,7 +35,7 @@ def make_adapter(
 ) -> Path:
     """Write a random LoRA. ``strength``: how large its changes are, in standard deviations of the weights.
 
-    ``invocation``: the tokens that activate it.
+    ``invocation``: the tokens that activate it, which makes it an activated LoRA.
     """
     reader = gguf.GGUFReader(str(model))
     writer = new_writer(path, str(reader.fields["general.architecture"].contents()))
@@ -43,10 +43,11 @@ def make_adapter(
         writer.add_name(name)
     if alpha is not None:
         writer.add_float32("adapter.lora.alpha", alpha)
-    if invocation is not None:
-        add_invocation(writer, invocation)
+    if invocation is not None:  # as llama.cpp's converter does
+        kind = gguf.GGUFValueType
+        writer.add_key_value("adapter.alora.invocation_tokens", list(invocation), kind.ARRAY, kind.UINT32)
     rng = np.random.default_rng(seed)
-    kind = np.float16 if type_name == "F16" else np.float32
+    dtype = np.float16 if type_name == "F16" else np.float32
     for tensor in reader.tensors:
         if not re.fullmatch(matrices, tensor.name):
             continue
@@ -55,16 +56,10 @@ def make_adapter(
         each = strength * float(weights.std()) / np.sqrt(rank) / ((alpha or rank) / rank)
         a = rng.standard_normal((*experts, rank, n_columns), dtype=np.float32)
         b = rng.standard_normal((*experts, n_rows, rank), dtype=np.float32) * np.float32(each)
-        writer.add_tensor(f"{tensor.name}.lora_a", a.astype(kind))
-        writer.add_tensor(f"{tensor.name}.lora_b", b.astype(kind))
+        writer.add_tensor(f"{tensor.name}.lora_a", a.astype(dtype))
+        writer.add_tensor(f"{tensor.name}.lora_b", b.astype(dtype))
     finish(writer)
     return path
-
-
-def add_invocation(writer: gguf.GGUFWriter, tokens: Sequence[int]) -> None:
-    """Make it an activated LoRA, as llama.cpp's converter does."""
-    kind = gguf.GGUFValueType
-    writer.add_key_value("adapter.alora.invocation_tokens", list(tokens), kind.ARRAY, kind.UINT32)
 
 
 def matrices_of(path: Path) -> list[str]:
@@ -81,10 +76,10 @@ def new_writer(path: Path, architecture: str) -> gguf.GGUFWriter:
     return writer
 
 
-def write_pairs(path: Path, architecture: str, tensors: Mapping[str, np.ndarray], alpha: float = 1.0) -> Path:
+def write_pairs(path: Path, architecture: str, tensors: Mapping[str, np.ndarray]) -> Path:
     """Write an adapter of these tensors."""
     writer = new_writer(path, architecture)
-    writer.add_float32("adapter.lora.alpha", alpha)
+    writer.add_float32("adapter.lora.alpha", 1.0)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     finish(writer)
@@ -123,7 +118,7 @@ def make_control_vector(
 
 def steered(path: Path, model: Path, vectors: Iterable[tuple[Path, float]]) -> Path:
     """Write a model of llama's architecture that adds control vectors by itself: as biases of its last matrices."""
-    document, _ = unpack(model.read_bytes())
+    document = Document.read(model)
     biases: dict[str, np.ndarray] = {}
     for vector, scale in vectors:
         for tensor in gguf.GGUFReader(str(vector)).tensors:
@@ -133,32 +128,28 @@ def steered(path: Path, model: Path, vectors: Iterable[tuple[Path, float]]) -> P
         Tensor(name.encode(), [len(bias)], 0, np.asarray(bias, np.float32).tobytes())
         for name, bias in biases.items()
     ]
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def dequantized(path: Path, model: Path) -> Path:
     """Write a model with the values of another's matrices as F32."""
-    document, _ = unpack(model.read_bytes())
+    document = Document.read(model)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(model)).tensors}
     for tensor in document.tensors:
         given = tensors[tensor.name.decode()]
         tensor.kind = 0
         tensor.data = np.asarray(gguf.quants.dequantize(given.data, given.tensor_type), np.float32).tobytes()
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 TOKENS = [1, 40, 77, 103, 55, 61, 92, 38]
 
 
-def logits(
-    model: lp.Model, adapters: AdapterSet | None = None, tokens: Sequence[int] = TOKENS
-) -> npt.NDArray[np.float32]:
-    """The rows of all tokens; computed with a KV cache that is as exact as the weights."""
+def logits(model: lp.Model, adapters: AdapterSet | None = None) -> npt.NDArray[np.float32]:
+    """The rows of ``TOKENS``; computed with a KV cache that is as exact as the weights."""
     with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
         context.set_adapters(adapters)
-        return rows(context, tokens)
+        return rows(context)
 
 
 def rows(context: Context, tokens: Sequence[int] = TOKENS) -> npt.NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -51,7 +50,6 @@ def guided(
     guide: Guide,
     sampler: SamplerChain,
     max_tokens: int,
-    look: Callable[[Guide], None] = lambda guide: None,
 ) -> tuple[list[int], bool]:
     """What the prompt is continued with, without the end of generation, and whether it came to its end."""
     context.clear()
@@ -59,7 +57,6 @@ def guided(
     tokens: list[int] = []
     at = len(prompt) - 1
     while len(tokens) < max_tokens:
-        look(guide)
         if guide.finished:
             return tokens, True
         row = context.logits(at)

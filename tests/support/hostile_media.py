@@ -46,12 +46,11 @@ def _jpeg_with(segments: bytes) -> bytes:
     return jpeg[:2] + segments + jpeg[2:]
 
 
-def _directory(n: int, order: str = "<", n_bytes: int = 60_000) -> bytes:
-    """EXIF data whose entries all have the same bytes."""
-    head = b"II*\0" if order == "<" else b"MM\0*"
-    entries = b"".join(struct.pack(f"{order}HHII", tag, 7, n_bytes, 8) for tag in range(300, 300 + n))
-    data = head + struct.pack(f"{order}I", 8) + struct.pack(f"{order}H", n) + entries + bytes(4)
-    return data.ljust(n_bytes + 8, b"\0")
+def _directory(n: int) -> bytes:
+    """EXIF data whose entries all have the same 60,000 bytes."""
+    entries = b"".join(struct.pack("<HHII", tag, 7, 60_000, 8) for tag in range(300, 300 + n))
+    data = b"II*\0" + struct.pack("<IH", 8, n) + entries + bytes(4)
+    return data.ljust(60_008, b"\0")
 
 
 def _jpeg_exif() -> bytes:
@@ -63,11 +62,9 @@ def _jpeg_exif() -> bytes:
 def _jpeg_mpo() -> bytes:
     # The list of further pictures that a camera's file has, 4,096 of them.
     n = 4000
-    order = ">"
-    entry = struct.pack(f"{order}HHI4s", 0xB000, 7, 4, b"0100")
-    entry += struct.pack(f"{order}HHII", 0xB001, 4, 1, n)
-    entry += struct.pack(f"{order}HHII", 0xB002, 7, 16 * n, 50)
-    body = b"MM\0*" + struct.pack(f"{order}IH", 8, 3) + entry + bytes(4)
+    entries = struct.pack(">HHI4s", 0xB000, 7, 4, b"0100")
+    entries += struct.pack(">HHII", 0xB001, 4, 1, n) + struct.pack(">HHII", 0xB002, 7, 16 * n, 50)
+    body = b"MM\0*" + struct.pack(">IH", 8, 3) + entries + bytes(4)
     return _jpeg_with(_segment(0xE2, b"MPF\0" + body.ljust(50, b"\0") + bytes(16 * 900)))
 
 

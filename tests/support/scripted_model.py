@@ -61,7 +61,7 @@ def scripted_model(path: Path, text: str, specials: Sequence[str] = (), chat_tem
     return _write(path, pieces, scores, chat_template)
 
 
-def turns_model(path: Path, texts: Sequence[str], chat_template: str, n_ctx: int = 131_072) -> Path:
+def turns_model(path: Path, texts: Sequence[str], chat_template: str) -> Path:
     """Writes a model that answers with ``texts[i]``, greedily, where the control token ``<|turn_i|>`` ends its prompt.
 
     The chat template writes that token, and so decides which turn of a conversation it is. Prompts are tokenized into
@@ -79,7 +79,7 @@ def turns_model(path: Path, texts: Sequence[str], chat_template: str, n_ctx: int
     for start, script in zip(starts, scripts, strict=True):
         said = [ids[start], *(ids[one.replace(" ", "\u2581")] for one in script), ids[EOS]]
         scores[said[:-1], said[1:]] = 10
-    return _write(path, pieces, scores, chat_template, n_ctx=n_ctx, head_size=32)
+    return _write(path, pieces, scores, chat_template, n_ctx=131_072, head_size=32)
 
 
 def terse_model(path: Path, chat_template: str = "") -> Path:

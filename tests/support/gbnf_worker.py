@@ -11,8 +11,8 @@ from pathlib import Path
 
 import llamapipe as lp
 from llamapipe.llama import Vocab
-from llamapipe.native.load import LIB_DIR, native
-from support.sampler_definitions import TokenData, TokenDataArray
+from llamapipe.native.load import native
+from support.sampler_definitions import Theirs, TokenData, TokenDataArray
 
 
 def allowed(library: ctypes.CDLL, sampler: int, vocab: Vocab) -> list[int]:
@@ -27,13 +27,9 @@ def main(folder: str, n_tokens: int) -> None:
     """Reads every text of the folder, in order of their names."""
     with lp.Model.demo() as model:
         address = int(native().ffi.cast("uintptr_t", model.vocab.handle))
-        (path,) = (p for p in LIB_DIR.iterdir() if "llamapipe-llama" in p.name)
-        library = ctypes.CDLL(str(path))
+        library = Theirs().lib
         library.llama_sampler_init_grammar.restype = ctypes.c_void_p
         library.llama_sampler_init_grammar.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
-        library.llama_sampler_apply.argtypes = [ctypes.c_void_p, ctypes.POINTER(TokenDataArray)]
-        library.llama_sampler_accept.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-        library.llama_sampler_free.argtypes = [ctypes.c_void_p]
         for text in sorted(Path(folder).iterdir()):
             sampler = library.llama_sampler_init_grammar(address, text.read_bytes(), b"root")
             if not sampler:

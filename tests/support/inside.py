@@ -22,7 +22,6 @@ from llamapipe.native.load import native
 if TYPE_CHECKING:
     from llamapipe._engine.calls.queue_limit import QueueLimit
     from llamapipe._engine.policy.core import Cells, Request
-    from llamapipe._engine.policy.kv import KvCache
     from llamapipe._engine.policy.prefix_tree import PrefixTree
     from llamapipe._engine.policy.scheduler import Scheduler
     from llamapipe._engine.runtime.disk_cache import DiskCache
@@ -158,19 +157,14 @@ def told_and_cached(engine: lp.Engine, block_size: int) -> tuple[int, set[tuple[
     def look() -> tuple[int, set[tuple[int, ...]]]:
         assert loop._kv_events is not None
         loop._kv_events.flush()
-        return loop._kv_events.n_put, cached_prefixes(loop._scheduler.cache, block_size)
+        tree, cached = loop._scheduler.cache._tree, set()
+        for holder in tree._ends:
+            tokens = tree.tokens_of(holder)[: holder.n]
+            ends = range(block_size, len(tokens) + 1, block_size)
+            cached |= {tuple(tokens[:end]) for end in ends}
+        return loop._kv_events.n_put, cached
 
     return thread_of(engine).ask(look)
-
-
-def cached_prefixes(cache: KvCache, block_size: int) -> set[tuple[int, ...]]:
-    """Every prefix of whole blocks that a holder in the tree has computed; for the engine thread."""
-    tree, found = cache._tree, set()
-    for holder in tree._ends:
-        tokens = tree.tokens_of(holder)[: holder.n]
-        ends = range(block_size, len(tokens) + 1, block_size)
-        found |= {tuple(tokens[:end]) for end in ends}
-    return found
 
 
 def tree_of(engine: lp.Engine) -> PrefixTree[Cells]:

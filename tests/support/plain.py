@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,6 @@ from support.chains import Chain
 def greedy(max_tokens: int | None, **options: Any) -> lp.SamplingParams:
     """The most probable token each time, and no end of generation unless ``options`` say otherwise."""
     return lp.SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **options})
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Of ``n_tokens``, ``n_near`` are not the loop's own choice, by ``shortfall`` of a logit at most."""
-
-    n_tokens: int
-    n_near: int
-    shortfall: float
 
 
 class PlainLoop:
@@ -54,21 +44,21 @@ class PlainLoop:
             row = 0
         return tokens[len(prompt) :]
 
-    def compare(self, prompt: Sequence[int], tokens: Sequence[int], bound: float) -> Comparison:
-        """Feeds the loop the continuation of another loop and looks at each of its tokens.
+    def compare(self, prompt: Sequence[int], tokens: Sequence[int], bound: float) -> int:
+        """Feeds the loop the continuation of another loop; how many of its tokens are not the loop's own choice.
 
-        Every one must be the loop's own choice at that place, or have a logit within ``bound`` of it.
+        These must have a logit within ``bound`` of it.
         """
         context = self._context
         row = self._prefill(prompt)
-        n_near, shortfall = 0, 0.0
+        n_near = 0
         for i, token in enumerate(tokens):
             logits = context.logits(row)
             if self._ignore_eos:
                 logits[list(self._eog)] = -math.inf
             if token != int(logits.argmax()):
                 short = float(logits.max() - logits[token])
-                n_near, shortfall = n_near + 1, max(shortfall, short)
+                n_near += 1
                 assert short <= bound, (
                     f"token {i} of {len(tokens)} is {token}, the loop has {logits.argmax()} "
                     f"and its logit is {short} larger"
@@ -76,7 +66,7 @@ class PlainLoop:
             if i + 1 < len(tokens):
                 context.decode(DecodeBatch.of_tokens([token], len(prompt) + i))
             row = 0
-        return Comparison(len(tokens), n_near, shortfall)
+        return n_near
 
     def agrees(self, prompt: Sequence[int], tokens: Sequence[int], bound: float = 0.02) -> bool:
         """Whether these are the loop's own first tokens, but for near ties; for F16 models."""

@@ -115,7 +115,7 @@ def check(known: Known, outputs: Sequence[list[int]], exact: bool, n_ubatch: int
     with plain_loop(known.model, N_CTX, n_ubatch) as loop:
         for job, output, expected in zip(jobs, outputs, alone, strict=True):
             if output != expected:
-                n_near += loop.compare(job.prompt, output, BOUNDS[known.name]).n_near
+                n_near += loop.compare(job.prompt, output, BOUNDS[known.name])
     assert n_near <= MOST_NEAR * sum(map(len, outputs))
 
 
@@ -260,5 +260,5 @@ def test_paused_and_resumed(known: Known, make_engine: MakeEngine, kv_unified: b
     n_near = 0
     with plain_loop(known.model, N_CTX, 32) as loop:
         for prompt, output in zip(prompts, outputs, strict=True):
-            n_near += loop.compare(prompt, output, BOUNDS[known.name]).n_near
+            n_near += loop.compare(prompt, output, BOUNDS[known.name])
     assert n_near <= MOST_NEAR * sum(map(len, outputs))

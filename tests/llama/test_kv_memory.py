@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.gguf_models import ARCHITECTURES, tiny_architecture
-from support.memory_models import hybrid_model, sliding_window_model
+from support.gguf_models import ARCHITECTURES, hybrid_model, sliding_window_model, tiny_architecture
 from support.mtp_models import mtp_model
 
 import llamapipe as lp

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.control import Worker, all_results, held
-from support.gguf_document import STRING, unpack
+from support.gguf_document import STRING, Document
 from support.gguf_models import Shape, make_model, tiny_model
 from support.inside import children_of, thread_of
 from support.run_script import run_script, run_script_with_errors
@@ -223,10 +223,10 @@ def test_sizes_that_are_rarely_meant_are_logged(
 def test_a_context_beyond_the_training_is_logged_unless_the_file_scales_positions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    document, _ = unpack(tiny_model(tmp_path / "m.gguf").read_bytes())
+    document = Document.read(tiny_model(tmp_path / "m.gguf"))
     document.put("llama.rope.scaling.type", STRING, b"yarn")
     document.put("llama.rope.scaling.factor", 6, 4.0)
-    (tmp_path / "scaled.gguf").write_bytes(document.pack())
+    document.write(tmp_path / "scaled.gguf")
     for name, n_ctx, expected in (("m", 512, 0), ("m", 513, 1), ("scaled", 2048, 0), ("scaled", 2049, 1)):
         for kind in (lp.Engine, lp.Embedder):
             caplog.clear()

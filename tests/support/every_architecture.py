@@ -95,10 +95,7 @@ class Grower:
     def __init__(self, path: Path, architecture: str, alike: bool = True) -> None:
         self.path, self.architecture, self.alike = path, architecture, alike
         self.document = Document.read(tiny_model(path, type_name="f32"))
-        for entry in self.document.entries:
-            if entry.key.startswith(b"llama."):
-                entry.key = architecture.encode() + entry.key[len(b"llama") :]
-        self.document.put("general.architecture", STRING, architecture.encode())
+        self.document.rename(architecture)
         self.document.put(f"{architecture}.attention.head_count_kv", U32, N_HEAD)
         self.document.tensors.clear()
         self.document.entry("tokenizer.ggml.tokens").value[-1] = b"<mask>"

@@ -62,6 +62,14 @@ class Document:
     def remove(self, key: str) -> None:
         self.entries = [entry for entry in self.entries if entry.key != key.encode()]
 
+    def rename(self, architecture: str) -> None:
+        """Calls it one of another architecture, in the names of its keys, too."""
+        before = f"{self.architecture}.".encode()
+        for entry in self.entries:
+            if entry.key.startswith(before):
+                entry.key = architecture.encode() + entry.key[len(before) - 1 :]
+        self.put("general.architecture", STRING, architecture.encode())
+
     @property
     def architecture(self) -> str:
         """What it says it is; llama if it does not say."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 
 from llamapipe import demo_model_path
-from support.gguf_document import ARRAY, BOOL, STRING, unpack
+from support.gguf_document import ARRAY, BOOL, STRING, Document
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.append(str(TOOLS))
 
 from make_model import PRESETS, Shape, find_source, finish, make_model  # noqa: E402
-from model_shapes import ARCHITECTURES  # noqa: E402
+from model_shapes import ARCHITECTURES, Architecture  # noqa: E402
 
 __all__ = [
     "ARCHITECTURES",
@@ -68,35 +69,32 @@ def split_model(path: Path, folder: Path, n_each: int) -> list[Path]:
 
 def not_causal_model(path: Path) -> Path:
     """A tiny model whose tokens also look at those after them, as embedding models' do."""
-    document, _ = unpack(tiny_model(path, type_name="f32").read_bytes())
+    document = Document.read(tiny_model(path, type_name="f32"))
     document.put("llama.attention.causal", BOOL, 0)
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def infilling_model(path: Path, with_files: bool = False) -> Path:
     """The bundled model with three of its tokens as those for filling in the middle; five of them ``with_files``."""
-    document, _ = unpack(demo_model_path().read_bytes())
+    document = Document.read(demo_model_path())
     names = ("mid", "suf", "pre", "rep", "sep")
     for i, name in enumerate(names if with_files else names[:3]):
         document.put(f"tokenizer.ggml.fim_{name}_token_id", 4, 2399 - i)
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def with_templates(path: Path, template: str, **named: str) -> Path:
     """The bundled model with other chat templates: one without a name, and named ones."""
-    document, _ = unpack(demo_model_path().read_bytes())
+    document = Document.read(demo_model_path())
     document.put("tokenizer.chat_template", STRING, template.encode())
     for name, text in named.items():
         document.put(f"tokenizer.chat_template.{name}", STRING, text.encode())
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
 def tiny_variant(path: Path, tokenizer: str) -> Path:
     """A tiny model with one of llama.cpp's other tokenizers: ``bert``, ``t5``, ``rwkv``, ``plamo2`` or ``gemma4``."""
-    document, _ = unpack(tiny_model(path).read_bytes())
+    document = Document.read(tiny_model(path))
     tokens = document.entry("tokenizer.ggml.tokens").value
     document.put("tokenizer.ggml.model", STRING, tokenizer.encode())
     if tokenizer == "bert":
@@ -114,71 +112,48 @@ def tiny_variant(path: Path, tokenizer: str) -> Path:
     elif tokenizer == "gemma4":
         merges = [b"t h", b"h e", "\u2581 t".encode(), b"\n \n"]
         document.put("tokenizer.ggml.merges", ARRAY, merges, STRING)
-    path.write_bytes(document.pack())
-    return path
+    return document.write(path)
 
 
-def recurrent_model(path: Path, n_embd: int = 32, n_state: int = 4, n_rank: int = 2, n_conv: int = 4) -> Path:
-    """A mamba model of random weights: it keeps a state for each sequence instead of cells for each token."""
-    writer = gguf.GGUFWriter(path, "mamba")
-    n_vocab, n_inner = 128, 2 * n_embd
-    writer.add_block_count(2)
-    writer.add_context_length(256)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(0)
-    writer.add_head_count(0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_ssm_conv_kernel(n_conv)
-    writer.add_ssm_inner_size(n_inner)
-    writer.add_ssm_state_size(n_state)
-    writer.add_ssm_time_step_rank(n_rank)
-    add_words(writer, n_vocab)
-    rng = np.random.default_rng(1)
+def sliding_window_model(path: Path) -> Path:
+    """A Gemma 3 whose first five layers see 16 tokens, and whose sixth sees all."""
+    heads = {"attention.head_count_kv": 1, "attention.key_length": 16, "attention.value_length": 16}
+    return _small(path, "gemma3", 6, 2, {**heads, "attention.sliding_window": 16})
 
-    def put(name: str, *shape: int, scale: float = 1.0) -> None:
-        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale / np.sqrt(shape[-1]))
-        writer.add_tensor(name, values)
 
-    put("token_embd.weight", n_vocab, n_embd)
-    writer.add_tensor("output_norm.weight", np.ones(n_embd, np.float32))
-    for i in range(2):
-        writer.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(n_embd, np.float32))
-        put(f"blk.{i}.ssm_in.weight", 2 * n_inner, n_embd)
-        put(f"blk.{i}.ssm_conv1d.weight", n_inner, n_conv)
-        put(f"blk.{i}.ssm_conv1d.bias", n_inner)
-        put(f"blk.{i}.ssm_x.weight", n_rank + 2 * n_state, n_inner)
-        put(f"blk.{i}.ssm_dt.weight", n_inner, n_rank)
-        put(f"blk.{i}.ssm_dt.bias", n_inner)
-        decay = -np.exp(rng.standard_normal((n_inner, n_state), dtype=np.float32))
-        writer.add_tensor(f"blk.{i}.ssm_a", decay)
-        put(f"blk.{i}.ssm_d", n_inner)
-        put(f"blk.{i}.ssm_out.weight", n_embd, n_inner, scale=3.0)
-    finish(writer)
-    return path
+def hybrid_model(path: Path) -> Path:
+    """An LFM2: two layers with a short convolution, whose state is recurrent, and one with attention."""
+    return _small(path, "lfm2", 3, 2, {"attention.head_count_kv": [0, 1, 0], "shortconv.l_cache": 3})
+
+
+def recurrent_model(path: Path) -> Path:
+    """A mamba, which keeps a state for each sequence instead of cells for each token."""
+    sizes = {"conv_kernel": 4, "inner_size": 64, "state_size": 4, "time_step_rank": 2}
+    return _small(path, "mamba", 2, 0, {f"ssm.{name}": n for name, n in sizes.items()})
+
+
+def _small(path: Path, architecture: str, n_layers: int, n_heads: int, sizes: dict[str, Any]) -> Path:
+    """A model of random weights for tests of memories: 32 wide, with 128 words.
+
+    The seed is one with which texts repeat themselves, so that there is something to guess.
+    """
+    words = gguf.GGUFWriter(path, "llama")
+    add_words(words, 128)
+    finish(words)
+    sizes = {"embedding_length": 32, "feed_forward_length": 64, "attention.head_count": n_heads, **sizes}
+    shape = Architecture(architecture, n_layers, n_layers, 256, sizes, {})
+    return make_model(path, shape=shape, type_name="f32", vocab=str(path), seed=8)
 
 
 def encoder_decoder_model(path: Path, architecture: str = "t5") -> Path:
-    """The head of a T5 with two layers: what is known of such a file without its weights. It cannot be loaded."""
-    writer = gguf.GGUFWriter(path, architecture)
-    n_vocab, n_embd = 3 + 256, 16
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(2 * n_embd)
-    writer.add_head_count(2)
-    writer.add_key_length(8)
-    writer.add_value_length(8)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_relative_attn_buckets_count(8)
-    writer.add_decoder_start_token_id(0)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))])
-    writer.add_token_scores([-float(i) for i in range(n_vocab)])
-    writer.add_token_types([2, 3, 3] + [6] * 256)
-    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    writer.add_tensor("token_embd.weight", np.ones((n_vocab, n_embd), np.float32))
-    finish(writer)
-    return path
+    """What is known of a T5 without its weights: a tiny model's file under another name. It cannot be loaded."""
+    document = Document.read(tiny_model(path))
+    document.rename(architecture)
+    for key, value in (("attention.relative_buckets_count", 8), ("decoder_start_token_id", 0)):
+        document.put(f"{architecture}.{key}", 4, value)
+    template = b"{% for m in messages %}{{ m.content }}{% endfor %}"
+    document.put("tokenizer.chat_template", STRING, template)
+    return document.write(path)
 
 
 BROKEN = 99  # the token after which the damaged model has no finite logit

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamapipe import demo_model_path
-from support.gguf_document import ARRAY, STRING, Document, Tensor
+from support.gguf_document import ARRAY, Document, Tensor
 from support.gguf_models import finish
 
 IDEFICS3_TOKENS = ("\n\n", "\n", "<fake_token_around_image>", "<global-img>")
@@ -164,11 +164,7 @@ def model_with_tile_tokens(path: Path) -> Path:
 def model_with_grids(path: Path, architecture: str = "qwen2vl") -> Path:
     """The bundled model's weights as of ``qwen2vl`` or ``qwen3vl``, whose positions have a height and a width."""
     document = Document.read(demo_model_path())
-    old = document.architecture
-    for entry in document.entries:
-        if entry.key.startswith(f"{old}.".encode()):
-            entry.key = entry.key.replace(old.encode(), architecture.encode(), 1)
-    document.put("general.architecture", STRING, architecture.encode())
+    document.rename(architecture)
     n_rot = document.entry(f"{architecture}.rope.dimension_count").value
     sections = [n_rot // 8, 3 * n_rot // 16, 3 * n_rot // 16, 0]
     document.put(f"{architecture}.rope.dimension_sections", ARRAY, sections, 5)

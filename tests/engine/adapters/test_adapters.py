@@ -13,8 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.adapters import make_adapter, merged
-from support.gguf_models import recurrent_model, tiny_architecture, tiny_model
-from support.memory_models import hybrid_model, sliding_window_model
+from support.gguf_models import (
+    hybrid_model,
+    recurrent_model,
+    sliding_window_model,
+    tiny_architecture,
+    tiny_model,
+)
 
 import llamapipe as lp
 from llamapipe.errors import InvalidRequestError

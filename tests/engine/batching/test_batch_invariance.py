@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.gguf_models import Shape, make_model, recurrent_model
-from support.memory_models import hybrid_model, sliding_window_model
+from support.gguf_models import Shape, hybrid_model, make_model, recurrent_model, sliding_window_model
 from support.mixed_requests import mixed_requests, told_alone, told_among_others
 
 import llamapipe as lp

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gguf_document import STRING, Tensor, unpack
+from support.gguf_document import STRING, Document, Tensor
 from support.gguf_models import recurrent_model
 
 import llamapipe as lp
@@ -77,13 +77,13 @@ def test_cells_are_of_their_positions(model: lp.Model, options: dict[str, Any]) 
 
 def test_snapshots_of_other_factors_are_refused(tmp_path: Path) -> None:
     """llama.cpp chooses between two sets of factors by the length of the context."""
-    document, _ = unpack(lp.demo_model_path().read_bytes())
+    document = Document.read(lp.demo_model_path())
     document.put("llama.rope.scaling.original_context_length", 4, 512)
     document.put("llama.rope.scaling.type", STRING, b"longrope")
     for name, factor in ((b"rope_factors_long.weight", 4.0), (b"rope_factors_short.weight", 1.0)):
         document.tensors.append(Tensor(name, [32], 0, struct.pack("<32f", *[factor] * 32)))
     path = tmp_path / "long.gguf"
-    path.write_bytes(document.pack())
+    document.write(path)
     params = lp.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with lp.Model(path) as model, lp.Engine(model, 512, 1) as short, lp.Engine(model, 768, 1) as long:
         assert short.generate(PROMPT, params).text != long.generate(PROMPT, params).text

@@ -25,11 +25,10 @@ from hypothesis.stateful import (
 from support.eager_gate import EagerGate
 from support.engine_harness import N_CTX, EngineHarness
 from support.fakes import N_VOCAB, next_token
-from support.gguf_models import recurrent_model, tiny_architecture
+from support.gguf_models import hybrid_model, recurrent_model, sliding_window_model, tiny_architecture
 from support.inside import request_of, scheduler_of, thread_of, told_and_cached
 from support.kv_subscriber import Subscriber
 from support.memory import cache_of
-from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp

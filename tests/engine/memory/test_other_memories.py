@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.control import Worker, all_results
+from support.gguf_models import hybrid_model, sliding_window_model
 from support.inside import pipeline_of, step_executor_of
-from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.control import Worker, all_results
-from support.gguf_models import recurrent_model
-from support.memory_models import hybrid_model, sliding_window_model
+from support.gguf_models import hybrid_model, recurrent_model, sliding_window_model
 from support.plain import PlainLoop, greedy, plain_loop
 
 import llamapipe as lp

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Gate as StepGate
 from support.eager_gate import EagerGate
+from support.gguf_models import hybrid_model, sliding_window_model
 from support.inside import fix_micro_batches
-from support.memory_models import hybrid_model, sliding_window_model
 from support.plain import plain_loop
 
 import llamapipe as lp

@@ -27,8 +27,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # after an installed llamapipe
@@ -43,9 +44,8 @@ _TIMED = 3
 _TOGETHER = 4
 _SHORT_S = 0.4  # most calls take less
 _ROUND = 10  # instants of each call
-_FOLDER = (
-    "EXITS_FOLDER"  # for results of batch jobs; removed by the process that was started, not by its forks
-)
+# For results of batch jobs; removed by the process that was started, not by its forks.
+_FOLDER = "EXITS_FOLDER"
 _MOST_TEXT = 2000  # of what a run wrote
 _AT_ONCE = os.cpu_count() or 1
 _WORDS = lp.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -97,11 +97,6 @@ def _fork_and_restore(engine: lp.Engine) -> None:
     engine.restore(generation.snapshot(), _WORDS).next()
 
 
-def _chat_stream(engine: lp.Engine) -> None:
-    for _ in engine.stream_chat(_TURNS, _WORDS):
-        pass
-
-
 def _batch(engine: lp.Engine) -> None:
     output = Path(os.environ[_FOLDER]) / f"{os.getpid()}.jsonl"
     lp.run_batch([f"Once {i}" for i in range(8)], engine, _WORDS, output=output)
@@ -141,6 +136,11 @@ def _opened(model: lp.Model) -> None:
         engine.generate("Once", _WORDS)
 
 
+def _refused(engine: lp.Engine) -> None:
+    with suppress(ValueError):
+        engine.check_params(_with(json_schema={"type": "object", "properties": {"a": {"type": "x"}}}))
+
+
 def _embedder(path: str) -> None:
     with lp.Embedder(path) as embedder:
         embedder.embed(["a fox", "an owl"] * 20)
@@ -154,7 +154,7 @@ def _compat(path: str) -> None:
     llama.close()
 
 
-# What is called with an engine, with a model, and with the path of a model.
+# What is called with an engine, with a model, with the path of a model, and with that of an embedding model.
 ENGINE: dict[str, Callable[[lp.Engine], object]] = {
     "generate": lambda e: e.generate(["Once", "Twice", "Thrice"], _WORDS),
     "generate long": lambda e: e.generate("abc " * 200, _WORDS),
@@ -171,16 +171,14 @@ ENGINE: dict[str, Callable[[lp.Engine], object]] = {
     "schema": lambda e: e.generate("Once", _with(json_schema=_SCHEMA)),
     "schema, checked": lambda e: e.check_params(_with(json_schema=_SCHEMA)),
     "schema, async": lambda e: asyncio.run(e.agenerate("Once", _with(json_schema=_SCHEMA))),
-    "schema, refused": lambda e: _refused(
-        e, json_schema={"type": "object", "properties": {"a": {"type": "x"}}}
-    ),
+    "schema, refused": _refused,
     "regex": lambda e: e.generate("Once", _with(regex=r"[a-z]{3,40}@[a-z]+\.(com|org)")),
     "lark": lambda e: e.generate("Once", _with(lark='start: word+\nword: /[a-z]+/ " "')),
     "grammar": lambda e: e.generate("Once", _with(grammar='root ::= [a-z]+ " " root | "."')),
     "processor": lambda e: e.generate("Once", _with(logits_processors=[_processed])),
     "chat": lambda e: e.chat(_TURNS, _WORDS),
     "achat": lambda e: asyncio.run(e.achat(_TURNS, _WORDS)),
-    "stream_chat": _chat_stream,
+    "stream_chat": lambda e: list(e.stream_chat(_TURNS, _WORDS)),
     "chat, tools": lambda e: e.chat(_TURNS, _FEW, tools=[weather]),
     "chat, a required tool": lambda e: e.chat(_TURNS, _FEW, tools=[weather], tool_choice="required"),
     "batch": _batch,
@@ -199,26 +197,16 @@ PATH: dict[str, Callable[[str], object]] = {
     "Model, read": lambda path: lp.Model(path, use_mmap=False).close(),
     "Llama": _compat,
 }
-EMBEDDING: dict[str, Callable[[str], object]] = {"Embedder": _embedder}
-NAMES = [*ENGINE, *MODEL, *PATH, *EMBEDDING]
-
-
-def _refused(engine: lp.Engine, **options: Any) -> None:
-    with suppress(ValueError):
-        engine.check_params(_with(**options))
+NAMES = [*ENGINE, *MODEL, *PATH, "Embedder"]
 
 
 def _prepared(name: str, path: str, embedding_path: str) -> Callable[[], object]:
     """The call, with what it needs made on this thread."""
-    if name in PATH:
-        return lambda: PATH[name](path)
-    if name in EMBEDDING:
-        return lambda: EMBEDDING[name](embedding_path)
+    if name in ENGINE:
+        return partial(ENGINE[name], _engine(path))
     if name in MODEL:
-        model = _model(path)
-        return lambda: MODEL[name](model)
-    engine = _engine(path)
-    return lambda: ENGINE[name](engine)
+        return partial(MODEL[name], _model(path))
+    return partial(PATH[name], path) if name in PATH else partial(_embedder, embedding_path)
 
 
 # One of each in a process, until the interpreter clears its modules.
@@ -246,24 +234,21 @@ def _make(call: Callable[[], object], begun: threading.Event) -> None:
 
 def _duration_s(name: str, path: str, embedding_path: str) -> float:
     """How long the call takes in a process of its own: the median of some."""
-    found = []
+    durations_s = []
     for _ in range(_TIMED):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            call = _prepared(name, path, embedding_path)
-            began_s = time.perf_counter()
-            call()
-            os.write(write, str(time.perf_counter() - began_s).encode())
-            os._exit(0)
-        os.close(write)
-        with open(read) as pipe:
-            text = pipe.read()
-        os.waitpid(pid, 0)
-        if not text:
-            raise SystemExit(f"{name} fails by itself")
-        found.append(float(text))
-    return sorted(found)[_TIMED // 2]
+        with tempfile.TemporaryFile("w+") as file:
+            pid = os.fork()
+            if pid == 0:
+                call = _prepared(name, path, embedding_path)
+                began_s = time.perf_counter()
+                call()
+                file.write(str(time.perf_counter() - began_s))
+                file.flush()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            file.seek(0)
+            durations_s.append(float(file.read()))  # it fails if the call did
+    return median(durations_s)
 
 
 def _begin(names: Sequence[str], path: str, embedding_path: str, delay_s: float) -> None:

@@ -93,11 +93,6 @@ class Storm:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _stream(engine: lp.Engine) -> None:
-    for _ in engine.stream(_PROMPT, _PARAMS):
-        pass
-
-
 def _part_of_a_stream(engine: lp.Engine) -> None:
     with engine.stream(_PROMPT, _PARAMS) as stream:
         next(stream)
@@ -128,11 +123,6 @@ async def _astream(engine: lp.Engine) -> None:
         pass
 
 
-def _iter_completed(engine: lp.Engine) -> None:
-    for _ in engine.iter_completed([_PROMPT] * 4, _PARAMS):
-        pass
-
-
 CALLS: dict[str, tuple[int, Call]] = {  # with their shares
     "generate": (8, lambda engine: engine.generate(_PROMPT, _PARAMS)),
     "list": (6, lambda engine: engine.generate([_PROMPT] * 4, _PARAMS)),
@@ -141,8 +131,8 @@ CALLS: dict[str, tuple[int, Call]] = {  # with their shares
         4,
         lambda engine: engine.generate(_PROMPT, lp.SamplingParams(regex="[ab]{4}", max_tokens=None)),
     ),
-    "iter_completed": (3, _iter_completed),
-    "stream": (8, _stream),
+    "iter_completed": (3, lambda engine: list(engine.iter_completed([_PROMPT] * 4, _PARAMS))),
+    "stream": (8, lambda engine: list(engine.stream(_PROMPT, _PARAMS))),
     "part of a stream": (6, _part_of_a_stream),
     "start": (6, _start),
     "fork": (2, _fork),

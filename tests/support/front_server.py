@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 
@@ -25,54 +24,31 @@ from llamapipe.fleet.pool import ModelState, Pool
 from llamapipe.host.cores import core_shares
 from llamapipe.server import ServerSettings, app, serve
 from llamapipe.server.application import application_of
-from llamapipe.server.connections import Connections
-from llamapipe.server.gate import Gate
 from llamapipe.server.run import bound_socket
 from support.control import PATIENCE_S, wait_until
 
 KINDS = ("alone", "front")
 
 
-class Served(Protocol):
-    """A running server with the bundled model, by the name ``demo``."""
-
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Its address, without a path."""
-
-    @property
-    def state(self) -> Gate:
-        """Its keys, limits and counts."""
-
-    @property
-    def limits(self) -> Connections:
-        """Its connections."""
-
-    def n_prompt_tokens(self) -> float:
-        """Prompt tokens that the model has computed."""
-
-    def n_active(self) -> float:
-        """Requests that it computes."""
-
-
 class _Alone:
+    """A running server with the bundled model, by the name ``demo``. ``state``: its keys, limits and counts."""
+
     def __init__(self, server: serve, engine: lp.Engine) -> None:
         self.host, self.port, self.url = server.host, server.port, server.url
         self.state, self.limits = server._server.state, server._server.limits
         self._engine = engine
 
     def n_prompt_tokens(self) -> float:
+        """Prompt tokens that the model has computed."""
         return self._engine.stats().n_prompt_tokens
 
     def n_active(self) -> float:
+        """Requests that it computes."""
         return self._engine.stats().n_active
 
 
 class _Front:
-    """The front in a thread of this process, the model in a process of its own."""
+    """The same: the front in a thread of this process, the model in a process of its own."""
 
     def __init__(self, host: str, settings: ServerSettings, options: dict[str, Any]) -> None:
         self._socket = bound_socket(host, 0)
@@ -101,12 +77,13 @@ class _Front:
     def __enter__(self) -> _Front:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.state.draining = self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         self._socket.close()
+
+
+Served = _Alone | _Front
 
 
 def _pool(options: dict[str, Any]) -> Pool:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,12 @@ def llama_cpp_cases() -> list[PeerCase]:
     return read_cases((find_source() / "tests" / "test-chat.cpp").read_text(encoding="utf-8"))
 
 
-def vllm_cases() -> list[PeerCase]:
-    """The cases of vLLM's source that can be read. Raises KeyError if no variable names its folder."""
-    return read_python_cases(vllm_source())
-
-
 def vllm_outcomes() -> Iterator[Outcome]:
-    """How vLLM's cases are read. What a grammar allows is left to llama.cpp's, whose tools have schemas."""
-    return (one for one in outcomes(vllm_cases()) if one.kind == "read")
+    """How vLLM's cases are read. What a grammar allows is left to llama.cpp's, whose tools have schemas.
+
+    Raises KeyError if no variable names the folder of vLLM's source.
+    """
+    return (one for one in outcomes(read_python_cases(vllm_source())) if one.kind == "read")
 
 
 @lru_cache
@@ -92,12 +91,10 @@ def format_of(name: str, template_args: str = "{}") -> ChatFormat:
 
 def outcomes(cases: Iterable[PeerCase]) -> Iterator[Outcome]:
     """One or two of each case."""
-    for case in cases:
-        yield from outcomes_of(case)
+    return chain.from_iterable(map(_outcomes, cases))
 
 
-def outcomes_of(case: PeerCase) -> Iterator[Outcome]:
-    """As ``outcomes``, of one case."""
+def _outcomes(case: PeerCase) -> Iterator[Outcome]:
     form = format_of(case.template, json.dumps(case.template_args))
     try:
         if case.tools and not form.supports_tools:

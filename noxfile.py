@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement  # which nox needs, too
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -605,8 +606,8 @@ def windows(session: nox.Session) -> None:
         wheel = _cross_built(session, WINDOWS, made, "testing=on")
         packages = Path(session.create_tmp()).resolve() / "packages"
         shutil.rmtree(packages, ignore_errors=True)
-        # colorama: pip asks this system, not Windows, what the tests need.
-        fetched = (str(wheel), WINDOWS_NUMPY, "colorama", *needs)
+        # colorama: pip asks this system, not Windows, what packages need of one another.
+        fetched = (str(wheel), WINDOWS_NUMPY, "colorama", *_for_windows(needs))
         options = ("--only-binary=:all:", f"--python-version={WINDOWS_PYTHON}", "--platform=win_amd64")
         session.run("pip", "install", "--quiet", f"--target={packages}", *options, *fetched)
         session.env["PYTHONPATH"] = f"Z:{packages};Z:{HERE / 'tests'}".replace("/", "\\")
@@ -701,6 +702,17 @@ def _cross_built(session: nox.Session, target: str, folder: Path, *settings: str
     session.run(*build, "--outdir", str(folder), str(HERE))
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def _for_windows(needs: Sequence[str]) -> list[str]:
+    """Those of these requirements that hold on Windows, without conditions, which pip would judge by this system."""
+    environment = {"sys_platform": "win32", "platform_system": "Windows", "python_version": WINDOWS_PYTHON}
+    chosen = []
+    for requirement in map(Requirement, needs):
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            requirement.marker = None
+            chosen.append(str(requirement))
+    return chosen
 
 
 def _install_wheel_tools(session: nox.Session) -> None:

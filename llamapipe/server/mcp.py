@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -48,6 +49,9 @@ _MOST_END_S = 10.0
 _LATER_S = 1.0  # the package ends a request itself, a moment earlier
 # As other clients: a child sees these, and what its entry says. Keys of this server, for example, stay here.
 _INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
+if sys.platform == "win32":  # without SYSTEMROOT programs do not start
+    _INHERITED += ("SYSTEMROOT", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "TEMP", "TMP")
+    _INHERITED += ("USERNAME", "USERPROFILE", "APPDATA", "LOCALAPPDATA")
 TIMED_OUT, CLOSED = -32001, -32000  # the package's codes
 _LOST = (CLOSED, -32600, -32603)  # those with which it says that an address is of no use, or knows no session
 _log = logging.getLogger("llamapipe.server")
@@ -687,7 +691,7 @@ class _Stdio:
     def _is_bad(self, process: asyncio.subprocess.Process, problem: str) -> None:
         """Kill a child that broke a rule."""
         self.problem = problem
-        _signal(process.pid, signal.SIGKILL)
+        _end(process, at_once=True)
 
     async def _write(self, process: asyncio.subprocess.Process, out_of: Any) -> None:
         assert process.stdin is not None
@@ -719,13 +723,13 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
     try:
         with suppress(OSError):
             process.stdin.close()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                _signal(process.pid, number)
+        for at_once in (None, False, True):
+            if at_once is not None:
+                _end(process, at_once)
             if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
                 break
     finally:
-        _signal(process.pid, signal.SIGKILL)  # what it has left behind
+        _end(process, at_once=True)  # what it has left behind
         for task in (*tasks, ended):
             task.cancel()
         transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open
@@ -734,6 +738,10 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
     await asyncio.wait({*tasks, ended})
 
 
-def _signal(group: int, number: signal.Signals) -> None:
+def _end(process: asyncio.subprocess.Process, at_once: bool) -> None:
+    """Tell a child's process group to end, or end it at once. Windows has no such signals: there the child is ended."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL if at_once else signal.SIGTERM)

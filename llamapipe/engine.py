@@ -56,6 +56,7 @@ from llamapipe._sync.submission import BlockingSubmission
 from llamapipe.arguments import check_choice, check_flag, check_int, choice_of, float_of, int_of, refuse_table
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import BackendError, InvalidRequestError
+from llamapipe.gguf.draft_file import DRAFT_KINDS, STATE_DRAFTS
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
 from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries, local_file
@@ -1516,13 +1517,14 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
 
 def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
     """Return the number of steps in flight: 1 if drafts read the states of a step, which must be computed first."""
-    has_eagle3 = draft is not None and draft.architecture == "eagle3"
-    if has_eagle3 and depth is not None and depth > 1:
+    reads_states = draft is not None and draft.architecture in STATE_DRAFTS
+    if draft is not None and reads_states and depth is not None and depth > 1:
+        kind = DRAFT_KINDS[draft.architecture]
         raise ValueError(
-            f"pipeline_depth is {depth}, and EAGLE-3 drafts read the states of one step before the next; "
+            f"pipeline_depth is {depth}, and {kind} reads the states of one step before the next; "
             "leave it out, or use 1"
         )
-    return 1 if has_mtp or has_eagle3 else depth
+    return 1 if has_mtp or reads_states else depth
 
 
 def _n_states(model: Model) -> int:

@@ -26,6 +26,7 @@ DRAFT_KINDS = {
     "dflash": "a DFlash draft",
     "gemma4-assistant": "a Gemma 4 assistant",
 }
+STATE_DRAFTS = ("eagle3",)  # those that read what the model computes in a step
 # Architectures of llama.cpp whose graphs give out the inputs of layers, and with which EAGLE-3 drafts were tried. Asked
 # for those of another one, llama.cpp ends the process.
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")

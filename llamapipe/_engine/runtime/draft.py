@@ -49,7 +49,6 @@ _N_BINS, _N_OF_BIN = (
     2,
 )  # of probabilities, by which right tokens are counted; tokens that the middle of one counts as
 _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
-_MOST_BY_LAYER = 32  # missing tokens that a layer computes before a draft; it begins with the last of more
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
@@ -89,6 +88,24 @@ class _Batch(NamedTuple):
     seq_ids: list[int]
     outputs: list[bool]
     before: list[int]
+
+
+_Entries = list[tuple[Request, Sequence[int]]]  # tokens to compute after those that a sequence holds
+
+
+class _Drafts:
+    """What one call of ``draft`` has drafted. ``chosen``: the most tokens; ``chances``: that all of them are right."""
+
+    __slots__ = ("chances", "chosen", "tokens", "worth")
+
+    def __init__(self, chosen: Mapping[Request, int], worth: Worth) -> None:
+        self.chosen, self.worth = chosen, worth
+        self.tokens: dict[Request, list[int]] = {}
+        self.chances: dict[Request, float] = {}
+
+    def ready(self) -> dict[Request, Sequence[int]]:
+        """Return the drafts that have tokens."""
+        return {request: draft for request, draft in self.tokens.items() if draft}
 
 
 class DraftModel:
@@ -236,8 +253,22 @@ class DraftModel:
             self.took_s, self._began_s = now_s - self._began_s, 0.0
 
     def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
+        entries, drafts = self._missing(chosen), _Drafts(chosen, worth)
+        while entries:
+            ends = self._decode(entries)
+            entries = []
+            draft_s = self._of(len(ends)) / len(ends) if ends else 0.0
+            for request, best, probability in ends:
+                if self._take(drafts, request, best, probability, draft_s):
+                    if len(drafts.tokens[request]) == 1:
+                        self._before_drafted(request.slot)
+                    entries.append((request, (best,)))
+        return drafts.ready()
+
+    def _missing(self, chosen: Mapping[Request, int]) -> _Entries:
+        """Remove the cells of other tokens than the requests' own. Return the tokens that are not in cells."""
+        entries: _Entries = []
         n_room = self._n_room
-        entries: list[tuple[Request, Sequence[int]]] = []
         for request in chosen:
             self._cut(request.slot, len(request.tokens) - self._held[request.slot].n_missing)
             n_kept = len(self._held[request.slot].tokens)
@@ -248,38 +279,34 @@ class DraftModel:
             n_room -= len(missing)
             if missing:
                 entries.append((request, missing))
-        drafts: dict[Request, list[int]] = {}
-        chances: dict[Request, float] = {}
-        while entries:
-            ends = self._decode(entries)
-            entries = []
-            draft_s = self._of(len(ends)) / len(ends) if ends else 0.0
-            for request, best, probability in ends:
-                held, draft = self._held[request.slot], drafts.setdefault(request, [])
-                if not draft:
-                    held.drafted, held.n, held.n_sure = [], len(request.tokens), 0
-                if best in request.stop_tokens or not 0 <= best < self._target.model.n_vocab:
-                    continue
-                n_bin = min(int(probability * _N_BINS), _N_BINS - 1)
-                held.drafted.append((best, n_bin))
-                chance = chances[request] = chances.get(request, 1.0) * self._chances[n_bin].mean
-                is_sure = chance >= worth.rate * worth.row_s
-                held.sure.observe(is_sure)
-                self._sure.observe(is_sure)
-                if not is_sure:
-                    continue
-                draft.append(best)
-                held.n_sure += 1
-                if request.sampler is not None and request.sampler.expect(draft) < len(draft):
-                    continue  # the rest would follow a token that cannot be right
-                if len(draft) == chosen[request] or len(held.tokens) == self._context.n_ctx:
-                    continue
-                sure = held.sure.mean
-                if chance * sure * held.right.mean >= worth.rate * (sure * worth.row_s + draft_s):
-                    if len(draft) == 1:
-                        self._before_drafted(request.slot)
-                    entries.append((request, (best,)))
-        return {request: draft for request, draft in drafts.items() if draft}
+        return entries
+
+    def _take(self, drafts: _Drafts, request: Request, best: int, probability: float, draft_s: float) -> bool:
+        """Add the most probable next token to a request's draft if it is sure enough.
+
+        Return whether one more token is worth the expected ``draft_s`` seconds to draft it.
+        """
+        held, draft, worth = self._held[request.slot], drafts.tokens.setdefault(request, []), drafts.worth
+        if not draft:
+            held.drafted, held.n, held.n_sure = [], len(request.tokens), 0
+        if best in request.stop_tokens or not 0 <= best < self._target.model.n_vocab:
+            return False
+        n_bin = min(int(probability * _N_BINS), _N_BINS - 1)
+        held.drafted.append((best, n_bin))
+        chance = drafts.chances[request] = drafts.chances.get(request, 1.0) * self._chances[n_bin].mean
+        is_sure = chance >= worth.rate * worth.row_s
+        held.sure.observe(is_sure)
+        self._sure.observe(is_sure)
+        if not is_sure:
+            return False
+        draft.append(best)
+        held.n_sure += 1
+        if request.sampler is not None and request.sampler.expect(draft) < len(draft):
+            return False  # the rest would follow a token that cannot be right
+        if len(draft) == drafts.chosen[request] or len(held.tokens) == self._context.n_ctx:
+            return False
+        sure = held.sure.mean
+        return chance * sure * held.right.mean >= worth.rate * (sure * worth.row_s + draft_s)
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
         """Compute tokens after the held ones.
@@ -406,6 +433,7 @@ class MtpLayer(DraftModel):
     """
 
     _skips_first = False  # the first token of all, which has no state before it, is not computed
+    _most_missing = 32  # tokens that are computed before a draft; it begins with the last of more
 
     def guess(self, request: Request, n: int) -> Guess | None:
         guess = super().guess(request, n)
@@ -416,8 +444,8 @@ class MtpLayer(DraftModel):
         first = begin + 1 if begin or self._skips_first else 0  # tokens before it are not computed
         if end < n_tokens - 1 or first > n_tokens - 1:
             return None
-        if held.n_missing > _MOST_BY_LAYER:
-            first = max(first, n_tokens - _MOST_BY_LAYER)
+        if held.n_missing > self._most_missing:
+            first = max(first, n_tokens - self._most_missing)
         if n_tokens - held.n_missing < first:
             self._cut(request.slot, 0)
             held.tokens, held.n_equal = list(request.tokens[:first]), first
@@ -479,18 +507,25 @@ def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> 
     return drafter
 
 
+def _make_eagle3(target: Context, draft: Model, n_room: int) -> DraftModel:
+    check_eagle3(target.model, draft)
+    # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
+    options = {"n_ubatch": _EAGLE3_ROWS, "n_more_outputs": _EAGLE3_ROWS}
+    context = _context_beside(target, draft, drafts_for=target, **options)
+    return _with_states(Eagle3Draft(context, target, n_room), target, target_layers(draft.file_metadata))
+
+
+_BY_ARCHITECTURE = {"eagle3": _make_eagle3}  # those that read what the engine's model computes
+
+
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
     """Make a drafter for a context's engine. For ``n_room`` see DraftModel.
 
     Raises ValueError unless ``draft`` can draft for the context's model, BackendError if there is no memory for its
     cells.
     """
-    if draft.architecture == "eagle3":
-        check_eagle3(target.model, draft)
-        # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
-        options = {"n_ubatch": _EAGLE3_ROWS, "n_more_outputs": _EAGLE3_ROWS}
-        context = _context_beside(target, draft, drafts_for=target, **options)
-        return _with_states(Eagle3Draft(context, target, n_room), target, target_layers(draft.file_metadata))
+    if make := _BY_ARCHITECTURE.get(draft.architecture):
+        return make(target, draft, n_room)
     check_draft(target.model, draft)
     kind = RecurrentDraft if draft.is_recurrent else DraftModel
     return kind(_context_beside(target, draft), target, n_room)

@@ -258,7 +258,7 @@ def test_drafts_of_other_models_are_refused(
         ):
             with pytest.raises(ValueError, match=f"draft: .* does not draft for .*: .*{reason}"):
                 make_engine(target, n_ctx=64, n_seq_max=1, draft=draft)
-    with pytest.raises(ValueError, match="pipeline_depth is 2, and EAGLE-3 drafts"):
+    with pytest.raises(ValueError, match="pipeline_depth is 2, and an EAGLE-3 draft reads"):
         make_engine(model, draft=heads["right"], tuning=lp.EngineTuning(pipeline_depth=2))
     with pytest.raises(InvalidRequestError, match="not a whole model: it drafts for another one"):
         make_engine(heads["right"], n_ctx=64, n_seq_max=1)

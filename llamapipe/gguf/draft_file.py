@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     from llamapipe.gguf.check import GgufInfo
 
+ASSISTANT = "gemma4-assistant"
 # By the architecture in the file: how the kind is called.
 DRAFT_KINDS = {
     "eagle3": "an EAGLE-3 draft",
     "dflash": "a DFlash draft",
-    "gemma4-assistant": "a Gemma 4 assistant",
+    ASSISTANT: "a Gemma 4 assistant",
 }
-STATE_DRAFTS = ("eagle3",)  # those that read what the model computes in a step
+STATE_DRAFTS = ("eagle3", ASSISTANT)  # those that read what the model computes in a step
 # Architectures of llama.cpp whose graphs give out the inputs of layers, and with which EAGLE-3 drafts were tried. Asked
 # for those of another one, llama.cpp ends the process.
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
 _NOT_SUPPORTED = {
     "dflash": "a DFlash draft, which computes a block of tokens at once from cells that another call writes",
-    "gemma4-assistant": "a Gemma 4 assistant, whose layers read the KV cells of another context",
 }
 _I64 = 27
 _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
@@ -41,7 +41,11 @@ _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
 def not_supported(architecture: str) -> str:
     """Return why llamapipe cannot draft with a file of this architecture; empty if it can."""
     kind = _NOT_SUPPORTED.get(architecture)
-    return "" if kind is None else f"is {kind}; llamapipe drafts with whole models, MTP layers and EAGLE-3"
+    return (
+        ""
+        if kind is None
+        else f"is {kind}; llamapipe drafts with whole models, MTP layers, EAGLE-3 and Gemma 4 assistants"
+    )
 
 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
@@ -80,6 +84,80 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
     if draft.n_vocab > n_vocab:
         return f"its vocabulary has {draft.n_vocab} tokens, this model's {n_vocab}"
     return _tensor_problem(draft, n_embd, n_vocab)
+
+
+def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n_vocab: int) -> str:
+    """Return why a Gemma 4 assistant does not fit a model; empty if it does. Any thread.
+
+    ``target``: the metadata of the model, with arrays; ``n_embd``, ``n_vocab``: its sizes. The assistant's layers read
+    the cells of the model's last two layers, of which the last one sees everything and the other has a window.
+    llama.cpp compares no sizes: it would read other memory, or end the process.
+    """
+    architecture = str(target.get("general.architecture", ""))
+    if architecture != "gemma4":
+        return f"the model is a {architecture}; a Gemma 4 assistant drafts for gemma4"
+    own, model = (
+        _Sizes(metadata, arch) for metadata, arch in ((draft.metadata, ASSISTANT), (target, "gemma4"))
+    )
+    width, n_drafting = own.one("embedding_length_out"), own.one("nextn_predict_layers")
+    if width != n_embd:
+        key = f"{ASSISTANT}.embedding_length_out"
+        return f"its model's hidden states have {width} numbers ({key}), this model's {n_embd}"
+    if n_drafting != draft.n_layer:
+        key = f"{ASSISTANT}.nextn_predict_layers"
+        return f"{n_drafting} of its {draft.n_layer} layers draft ({key}), and all of them must"
+    if draft.n_vocab != n_vocab:
+        return f"its vocabulary has {draft.n_vocab} tokens, this model's {n_vocab}"
+    windows, n_layer = own.windows(draft.n_layer), model.one("block_count") or 0
+    if windows is None or len(set(windows)) < 2:
+        pattern = f"{ASSISTANT}.attention.sliding_window_pattern"
+        return f"some of its layers must have a sliding window, and some must not ({pattern})"
+    if (model.windows(n_layer) or [])[-2:] != [True, False]:
+        return "the last but one of this model's layers must have a sliding window, and the last one must not"
+    if own.one("attention.sliding_window") != model.one("attention.sliding_window"):
+        return (
+            f"its sliding window has {own.one('attention.sliding_window')} tokens, this model's "
+            f"{model.one('attention.sliding_window')}"
+        )
+    for i, window in enumerate(windows):
+        read = n_layer - (2 if window else 1)
+        for name in ("key", "value"):
+            key = f"attention.{name}_length{'_swa' if window else ''}"
+            if own.one(key) != model.one(key):
+                return f"its {name}s have {own.one(key)} numbers ({ASSISTANT}.{key}), this model's {model.one(key)}"
+        heads, cells = own.heads_kv(i), model.heads_kv(read)
+        if heads != cells or not heads:
+            return f"its layer {i} reads {heads} heads of keys, and this model's layer {read} has {cells}"
+    return ""
+
+
+class _Sizes:
+    """Reads sizes of one architecture from a file's metadata."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._metadata, self._architecture = metadata, architecture
+
+    def one(self, key: str) -> int | None:
+        """Return a number; None if there is none."""
+        value = self._metadata.get(f"{self._architecture}.{key}")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def windows(self, n_layer: int) -> list[bool] | None:
+        """Return which layers have a sliding window; None if the file does not say."""
+        values = self._metadata.get(f"{self._architecture}.attention.sliding_window_pattern")
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != n_layer:
+            return None
+        return [bool(value) for value in values]
+
+    def heads_kv(self, layer: int) -> int | None:
+        """Return the heads of keys of a layer."""
+        for key in ("attention.head_count_kv", "attention.head_count"):
+            value = self._metadata.get(f"{self._architecture}.{key}")
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                return int(value[layer]) if layer < len(value) else None
+            if value is not None:
+                return int(value)
+        return None
 
 
 def _tensor_problem(draft: GgufInfo, n_embd: int, n_vocab: int) -> str:

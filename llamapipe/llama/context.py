@@ -18,7 +18,7 @@ from llamapipe.errors import (
     EngineClosedError,
     InvalidRequestError,
 )
-from llamapipe.gguf.draft_file import DRAFT_KINDS
+from llamapipe.gguf.draft_file import ASSISTANT, DRAFT_KINDS
 from llamapipe.host.at_exit import awaited_at_exit
 from llamapipe.host.cores import usable_cores
 from llamapipe.llama.adapter import AdapterSet, assign_adapters, set_adapters
@@ -83,7 +83,9 @@ class Context(Owner):
     - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None
       without such layers.
     - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
-      MTP layers of that context's model, or an EAGLE-3 file that belongs to it, and only ``draft`` may be called.
+      MTP layers of that context's model, or a file of ``DRAFT_KINDS`` that belongs to it, and only ``draft`` may be
+      called. A Gemma 4 assistant reads that context's cells: create it before the first decode, with the same sizes,
+      types and flags, and never clear it.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
       ``logits`` has nothing then. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
@@ -168,7 +170,7 @@ class Context(Owner):
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
-        self.type_k = type_k
+        self.type_k, self.type_v, self.flash_attn = type_k, type_v, flash_attn
         rope.check(model)
         self.rope = rope
         params = self._params(type_k, type_v, flash_attn)
@@ -180,7 +182,7 @@ class Context(Owner):
         self.needs_states = self.is_recurrent or (model.n_swa > 0 and not swa_full)
         if drafts_for is not None:
             params.ctx_other = drafts_for.llama
-            if not is_head:
+            if not is_head or model.architecture == ASSISTANT:
                 params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
         params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()

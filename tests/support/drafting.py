@@ -10,7 +10,7 @@ import pytest
 import llamapipe as lp
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.speculation import Worth
-from llamapipe._engine.runtime.draft import Eagle3Draft, MtpLayer
+from llamapipe._engine.runtime.draft import DraftModel
 
 Drafts = list[tuple[tuple[int, ...], tuple[int, ...]]]
 # Tokens of the made models' vocabulary that are neither special nor end a text.
@@ -29,7 +29,7 @@ def params(max_tokens: int = 40, **options: Any) -> lp.SamplingParams:
     return lp.SamplingParams(**given | options)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, kind: type[Eagle3Draft] | type[MtpLayer]) -> Drafts:
+def watch(monkeypatch: pytest.MonkeyPatch, kind: type[DraftModel]) -> Drafts:
     """A list that gets the tokens of each request that something is drafted for, and the draft."""
     seen: Drafts = []
     draft = kind.draft
@@ -43,6 +43,12 @@ def watch(monkeypatch: pytest.MonkeyPatch, kind: type[Eagle3Draft] | type[MtpLay
 
     monkeypatch.setattr(kind, "draft", watched)
     return seen
+
+
+def share_right(before: lp.EngineStats, after: lp.EngineStats) -> float:
+    """The share of the tokens drafted in between that were right."""
+    n = after.n_drafted_by_model - before.n_drafted_by_model
+    return (after.n_accepted_by_model - before.n_accepted_by_model) / max(n, 1)
 
 
 def check_texts(engine: lp.Engine, way: dict[str, Any]) -> None:

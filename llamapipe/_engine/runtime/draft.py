@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.policy.speculation import EVERY, Guess, Mean, StepTimes, Worth
-from llamapipe._engine.runtime.draft_checks import check_draft, check_eagle3
+from llamapipe._engine.runtime.draft_checks import check_assistant, check_draft, check_eagle3
 from llamapipe.errors import BackendError, ContextFullError, DecodeError
-from llamapipe.gguf.draft_file import target_layers
+from llamapipe.gguf.draft_file import ASSISTANT, target_layers
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import n_draft_states
@@ -52,7 +52,8 @@ _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
-_Drafting = TypeVar("_Drafting", bound="MtpLayer")
+_Drafting = TypeVar("_Drafting", bound="DraftModel")
+_ASSISTANT_STATES = 32  # of a sequence: more than a step has guessed tokens, and a draft reads the last one
 
 
 class _Held:
@@ -152,6 +153,11 @@ class DraftModel:
         n = min(n, self._context.n_ctx - len(request.tokens))
         if self._failed or n <= 0 or not held.can_draft:
             return None
+        self._find_missing(held, request)
+        return Guess(request, range(n), held.right.mean, is_draft=True, sure=held.sure.mean)
+
+    def _find_missing(self, held: _Held, request: Request) -> None:
+        """Note how many of a request's tokens are not in the cells of its sequence."""
         n_dropped = len(request.dropped)
         # Tokens that were equal before need not be compared again.
         first = held.n_equal if n_dropped == held.n_dropped else 0
@@ -160,7 +166,6 @@ class DraftModel:
         # The last one always is computed: its row is wanted.
         n_kept = self._reachable(request.slot, min(held.n_equal, len(request.tokens) - 1))
         held.n_missing = len(request.tokens) - n_kept
-        return Guess(request, range(n), held.right.mean, is_draft=True, sure=held.sure.mean)
 
     def _begin(self, held: _Held, request: Request) -> None:
         """Prepare the slot's sequence for a request that is new in it."""
@@ -326,14 +331,19 @@ class DraftModel:
             if first + len(new) >= len(request.tokens):
                 batch.outputs[-1] = True
                 ends.append((request, len(batch.tokens) - 1))
+        rows = self._rows(batch, ends)
+        for request, new in entries:
+            self._held[request.slot].tokens += new
+        return rows
+
+    def _rows(self, batch: _Batch, ends: Sequence[tuple[Request, int]]) -> list[tuple[Request, int, float]]:
+        """Compute a batch. Return the most probable token after each of ``ends``, and its probability."""
         self._compute(batch)
         self._ends = dict(ends)
         rows = [(request, *self._context.best(i)) for request, i in ends]
         now_s = perf_counter()
         self.times.observe(_rounded(len(batch.tokens)), now_s - self._since_s)
         self._since_s = now_s
-        for request, new in entries:
-            self._held[request.slot].tokens += new
         return rows
 
     def _compute(self, batch: _Batch) -> None:
@@ -483,6 +493,54 @@ class Eagle3Draft(MtpLayer):
         super()._compute(batch._replace(outputs=[any(batch.outputs)] * len(batch.tokens)))
 
 
+class AssistantDraft(DraftModel):
+    """Drafts with a Gemma 4 assistant, whose layers have no cells: they read those of the engine's context.
+
+    So a draft has no missing tokens to compute. It begins with the request's last token, and the state that the model
+    had before it. All tokens of a draft have that token's position, as in training: they see the cells of the tokens
+    before it, and of each other only the state. llama.cpp must find a free cell for each entry, though nothing is
+    written to it: without one, nothing is drafted until there is.
+    """
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        guess = super().guess(request, n)
+        if guess is None:
+            return None
+        slot, last = request.slot, len(request.tokens) - 1
+        begin, end = self._target.kept_states(slot)
+        # Cells may still be loaded or removed before the next step.
+        is_ready = begin < last == end and self._target.seq_pos_max(slot) == last - 1
+        return guess if is_ready else None
+
+    def _find_missing(self, held: _Held, request: Request) -> None:
+        held.n_missing = 1
+
+    def _missing(self, chosen: Mapping[Request, int]) -> _Entries:
+        self._ends = {}
+        entries: _Entries = []
+        for request in chosen:
+            if request.tokens[-1] < self._context.model.n_vocab:
+                entries.append((request, request.tokens[-1:]))
+        return entries
+
+    def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
+        requests = [request for request, _ in entries]
+        batch = _Batch(
+            tokens=[new[-1] for _, new in entries],
+            positions=[len(request.tokens) - 1 for request in requests],
+            seq_ids=[request.slot for request in requests],
+            outputs=[True] * len(requests),
+            before=[self._ends.get(request, -1) for request in requests],
+        )
+        return self._rows(batch, [(request, i) for i, request in enumerate(requests)])
+
+    def _compute(self, batch: _Batch) -> None:
+        self._context.draft(*batch)
+
+    def _make_room(self, chosen: Mapping[Request, int]) -> bool:
+        return True  # the cells are the engine's
+
+
 def _rounded(n: int) -> int:
     return n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED
 
@@ -493,14 +551,16 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
     Raises BackendError if there is no memory for its cells. The context keeps hidden states from then on.
     """
     context = _context_beside(target, target.model, rope=target.rope, drafts_for=target)
-    return _with_states(MtpLayer(context, target, n_room), target, ())
+    return _with_states(MtpLayer(context, target, n_room), target)
 
 
-def _with_states(drafter: _Drafting, target: Context, layers: Sequence[int]) -> _Drafting:
-    """Make the engine's context keep the states that a drafter reads."""
+def _with_states(
+    drafter: _Drafting, target: Context, layers: Sequence[int] = (), n_most: int | None = None
+) -> _Drafting:
+    """Make the engine's context keep the states that a drafter reads, ``n_most`` of a sequence."""
     try:
         width = target.model.n_embd * max(len(layers), 1)
-        target.keep_states(n_draft_states(target.n_ctx, width), layers)
+        target.keep_states(n_draft_states(target.n_ctx, width) if n_most is None else n_most, layers)
     except BaseException:
         drafter.close()
         raise
@@ -515,7 +575,29 @@ def _make_eagle3(target: Context, draft: Model, n_room: int) -> DraftModel:
     return _with_states(Eagle3Draft(context, target, n_room), target, target_layers(draft.file_metadata))
 
 
-_BY_ARCHITECTURE = {"eagle3": _make_eagle3}  # those that read what the engine's model computes
+def _make_assistant(target: Context, draft: Model, n_room: int) -> DraftModel:
+    check_assistant(target.model, draft)
+    # llama.cpp empties the cells that it shares, and takes what follows as it is: it must be as the target's.
+    context = Context(
+        draft,
+        n_ctx=target.n_ctx,
+        n_seq_max=target.n_seq_max,
+        n_cells=target.n_cells,
+        n_batch=target.n_seq_max,
+        n_threads=target.n_threads,
+        kv_unified=target.kv_unified,
+        type_k=target.type_k,
+        type_v=target.type_v,
+        flash_attn=target.flash_attn,
+        swa_full=bool(target.swa_full),
+        rope=target.rope,
+        drafts_for=target,
+    )
+    return _with_states(AssistantDraft(context, target, n_room), target, n_most=_ASSISTANT_STATES)
+
+
+# Those that read what the engine's model computes.
+_BY_ARCHITECTURE = {"eagle3": _make_eagle3, ASSISTANT: _make_assistant}
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llamapipe.gguf.draft_file import eagle3_problem, not_supported
+from llamapipe.gguf.draft_file import ASSISTANT, assistant_problem, eagle3_problem, not_supported
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
 
@@ -52,8 +52,32 @@ def check_draft_file(model: Model, info: GgufInfo) -> None:
     if info.architecture == "eagle3":
         sizes = (model.architecture, model.n_layer, model.n_embd, model.n_vocab)
         problem = _states_problem(model) or eagle3_problem(info, *sizes)
+    elif info.architecture == ASSISTANT:
+        problem = _states_problem(model) or assistant_problem(
+            info, model.file_metadata, model.n_embd, model.n_vocab
+        )
     if problem:
         raise ValueError(f"draft: {info.path.name} does not draft for {model.path.name}: {problem}")
+
+
+def check_assistant(model: Model, draft: Model) -> None:
+    """Raise ValueError unless a Gemma 4 assistant belongs to a model, and can read its cells."""
+    from llamapipe.gguf.check import check_gguf
+
+    check_draft_file(model, check_gguf(draft.path))
+    away = {device.name for device in model.devices} - {device.name for device in draft.devices}
+    if away or draft.on_workers:
+        where = (
+            "RPC workers" if draft.on_workers else ", ".join(sorted(device.name for device in draft.devices))
+        )
+        raise ValueError(
+            f"draft: {draft.path.name} is on {where}, and reads cells of {model.path.name}, which is on "
+            f"{', '.join(sorted(device.name for device in model.devices))}; load it there, or give its path"
+        )
+    if problem := _vocabulary_difference(model, draft):
+        raise ValueError(
+            f"draft: {draft.path.name} does not draft for {model.path.name}: their vocabularies differ ({problem})"
+        )
 
 
 def check_eagle3(model: Model, draft: Model) -> None:

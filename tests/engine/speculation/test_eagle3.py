@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft changes how many steps a text takes, and not the text."""
+"""What EAGLE-3 drafts alone have; ``test_state_drafts.py`` has the tests of all kinds."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
+from support.drafting import PROMPTS, RANDOM, Drafts, check_texts, params, share_right, watch
 from support.eagle3_models import eagle3_draft, eagle3_target, n_tokens
 from support.gguf_document import STRING, unpack
-from support.plain import plain_loop
 
 import llamapipe as lp
 from llamapipe._engine.runtime.draft import Eagle3Draft
-from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
 MakeEngine = Callable[..., lp.Engine]
-# By the noise in the draft; the model's texts are alike. The last one guesses few tokens of the vocabulary.
 HEADS: dict[str, dict[str, Any]] = {
     "right": {"noise": 0.0},
-    "often right": {"noise": 0.6},
-    "wrong": {"noise": None},
     "of few tokens": {"noise": 0.0, "tokens": [*range(3, 70), *range(80, 200, 2)]},
     "with the model's matrices": {"noise": 0.0, "lent": ["token_embd.weight", "output.weight"]},
 }
@@ -59,37 +54,21 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     return watch(monkeypatch, Eagle3Draft)
 
 
-def share_right(before: lp.EngineStats, after: lp.EngineStats) -> float:
-    n = after.n_drafted_by_model - before.n_drafted_by_model
-    return (after.n_accepted_by_model - before.n_accepted_by_model) / max(n, 1)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "with other guesses": {"speculate": None},
-    "seeded": RANDOM,
-    "penalties": {"repeat_penalty": 1.1, "presence_penalty": 0.2},
-    "logprobs": {"logprobs": 2},
-    "GBNF": {"grammar": r"root ::= [\x20-\x7e]+", "ignore_eos": False, "max_tokens": 25},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["of few tokens", "with the model's matrices"])
+@pytest.mark.parametrize(
+    "way", [{}, RANDOM, {"speculate": None}], ids=("greedy", "seeded", "with other guesses")
+)
 def test_texts_are_those_without_drafts(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], head: str, way: str
+    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], head: str, way: dict[str, Any]
 ) -> None:
-    """Seven requests in four slots; a seed's text shows that the distribution is the same."""
     with make_engine(model, n_ctx=256, n_seq_max=4, draft=heads[head]) as engine:
-        check_texts(engine, WAYS[way])
+        check_texts(engine, way)
 
 
-@pytest.mark.parametrize("head", ["right", "with the model's matrices"])
-def test_a_right_draft_saves_steps(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], head: str
+def test_a_draft_with_the_models_matrices_saves_steps(
+    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model]
 ) -> None:
-    """It reads the state of the right token, also after its own drafts: with another all drafts would be wrong."""
-    with make_engine(model, n_ctx=256, n_seq_max=1, draft=heads[head]) as engine:
+    with make_engine(model, n_ctx=256, n_seq_max=1, draft=heads["with the model's matrices"]) as engine:
         engine.generate(PROMPTS[1], params(90))
         stats = engine.stats()
         assert stats.n_accepted_by_model > 0.9 * stats.n_drafted_by_model > 30
@@ -105,92 +84,6 @@ def test_only_tokens_of_its_own_vocabulary_are_drafted(
     drafted = {token for _, tokens in drafts for token in tokens}
     assert len(drafted) > 5
     assert drafted <= set(HEADS["of few tokens"]["tokens"])
-
-
-@pytest.mark.parametrize("kv_unified", [False, True])
-def test_drafts_beside_others_are_those_alone(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], drafts: list[Any], kv_unified: bool
-) -> None:
-    """Each is what a new engine drafts after the same tokens, as one prompt."""
-    head, tuning = heads["often right"], lp.EngineTuning(kv_unified=kv_unified)
-    with make_engine(model, n_ctx=256, n_seq_max=3, draft=head, prefix_cache=False, tuning=tuning) as engine:
-        engine.generate(PROMPTS, params())
-        engine.generate(
-            [prompt * 8 for prompt in PROMPTS], params()
-        )  # more missing tokens than one decode may have
-    found = drafts.copy()
-    assert len(found) > 20
-    with make_engine(model, n_ctx=256, n_seq_max=1, prefix_cache=False, draft=head) as engine:
-        for tokens, made in found[:: len(found) // 20]:
-            drafts.clear()
-            engine.generate(list(tokens[:-1]), params(8, logit_bias={tokens[-1]: 1e4}))
-            again = next((one for after, one in drafts if after == tokens), None)
-            assert again is not None
-            n = min(len(made), len(again))
-            assert made[:n] == again[:n]
-
-
-def test_drafts_of_requests_share_a_batch(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n_sequences: list[int] = []
-    compute = Eagle3Draft._compute
-
-    def counted(self: Eagle3Draft, batch: Any) -> None:
-        n_sequences.append(len(set(batch.seq_ids)))
-        compute(self, batch)
-
-    monkeypatch.setattr(Eagle3Draft, "_compute", counted)
-    with make_engine(model, n_ctx=256, n_seq_max=4, draft=heads["often right"]) as engine:
-        engine.generate(PROMPTS[:4], params())
-    assert max(n_sequences) == 4
-
-
-def test_cached_and_saved_prefixes(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model]
-) -> None:
-    """States are copied with cells; those that were saved have none, and the draft begins after them."""
-    prefix, other = [*range(40, 80), *range(90, 120)], [*range(120, 170)]
-    with (
-        make_engine(model, n_ctx=256, n_seq_max=1, draft=heads["right"]) as engine,
-        plain_loop(model) as plain,
-    ):
-        first = engine.generate(prefix, params())
-        for prompt in ([*prefix, *first.token_ids, 50, 51], [*prefix, 70], other, prefix) * 2:
-            before = engine.stats()
-            done = engine.generate(prompt, params())
-            assert plain.agrees(prompt, done.token_ids)
-            assert share_right(before, engine.stats()) > 0.8
-        assert engine.stats().n_cache_hit_tokens > 0 < engine.stats().n_restored
-        engine.check_integrity()
-
-
-def test_fork_snapshot_and_choices(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model]
-) -> None:
-    with make_engine(model, n_ctx=256, n_seq_max=3, draft=heads["right"]) as engine:
-        check_fork_and_snapshot(engine)
-        done = engine.generate(PROMPTS[6] * 3, params(20, n=4, seed=1, **RANDOM))
-        assert len({tuple(choice.token_ids) for choice in done.choices}) > 1
-        engine.check_integrity()
-
-
-@pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
-def test_scarce_cells(
-    make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], options: dict[str, Any]
-) -> None:
-    with make_engine(model, n_ctx=96, n_seq_max=4, draft=heads["right"], **options) as engine:
-        done = engine.generate(PROMPTS, params(150))
-        assert {completion.finish_reason for completion in done} == {"length"}
-        assert engine.stats().n_accepted_by_model > 0
-        engine.check_integrity()
-
-
-def test_a_prompt_of_one_token(make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model]) -> None:
-    with make_engine(model, n_ctx=64, n_seq_max=1, draft=heads["right"]) as engine:
-        expected = engine.generate([40], params(20, speculate="off")).token_ids
-        assert engine.generate([40], params(20)).token_ids == expected
-        assert engine.stats().n_accepted_by_model > 5
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3moe"])
@@ -258,13 +151,9 @@ def test_drafts_of_other_models_are_refused(
         ):
             with pytest.raises(ValueError, match=f"draft: .* does not draft for .*: .*{reason}"):
                 make_engine(target, n_ctx=64, n_seq_max=1, draft=draft)
-    with pytest.raises(ValueError, match="pipeline_depth is 2, and an EAGLE-3 draft reads"):
-        make_engine(model, draft=heads["right"], tuning=lp.EngineTuning(pipeline_depth=2))
-    with pytest.raises(InvalidRequestError, match="not a whole model: it drafts for another one"):
-        make_engine(heads["right"], n_ctx=64, n_seq_max=1)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "gemma4-assistant"])
+@pytest.mark.parametrize("kind", ["dflash"])
 def test_other_kinds_are_refused_by_name(
     make_engine: MakeEngine, model: lp.Model, kind: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,34 @@
+"""Tiny Gemma 4 models that write the next token of their vocabulary, and assistants that are right or wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from support.eagle3_models import n_tokens
+from support.gguf_models import ARCHITECTURES, TOOLS, make_model
+
+sys.path.append(str(TOOLS))
+
+from make_assistant import AssistantShape, random_tensors, right_tensors, shape_for, write_assistant
+
+WINDOWS = (True, True, True, False)
+
+
+def assistant_target(path: Path, vocab: str = "builtin-bpe", preset: str = "gemma4-e2b") -> Path:
+    """A model that writes the next token of the vocabulary after each, with little effect of its layers."""
+    shape = replace(ARCHITECTURES[preset].shrunk(), tied=False, mtp_noise=0.0, scales_embedding=False)
+    return make_model(path, shape=shape, type_name="f32", vocab=vocab)
+
+
+def assistant(
+    path: Path, target: Path, noise: float | None = 0.0, windows: Sequence[bool] = WINDOWS, **sizes: int
+) -> Path:
+    """An assistant for the model. ``noise``: 0: it is right; None: it is random. ``sizes``: other ones of its shape."""
+    shape: AssistantShape = replace(shape_for(target, windows=windows), **sizes)  # type: ignore[arg-type]
+    tensors = (
+        random_tensors(shape, n_tokens(target)) if noise is None else right_tensors(shape, target, noise)
+    )
+    return write_assistant(path, target, shape, tensors, type_name="f32")

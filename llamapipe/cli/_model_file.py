@@ -227,7 +227,10 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
                 f"{use}",
             )
     command = suggestion(facts, name)
-    if facts["generates"]:
+    if facts["architecture"] in DRAFT_KINDS:
+        if facts["kv_bytes_per_token"]:
+            yield Finding("KV cells", True, _cells(facts))
+    elif facts["generates"]:
         yield from _memory_findings(facts, command is not None)
     if command is not None:
         yield Finding("serve it with", True, command)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from llamapipe._options import MTP_CHOICES
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes
-from llamapipe.gguf.draft_file import target_layers
+from llamapipe.gguf.draft_file import ASSISTANT, target_layers
 from llamapipe.llama.kv_memory import TYPE_BYTES, draft_cell_bytes, draft_state_bytes, memory_sizes
 from llamapipe.ollama_models import model_of
 
@@ -73,6 +73,8 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
             beside, more = draft_need.n_bytes, draft_need.gpu_bytes
             if layers := target_layers(of_file.metadata):
                 beside += draft_state_bytes(n_ctx, n_seq_max, info.n_embd * len(layers))
+            elif of_file.architecture == ASSISTANT:
+                beside += draft_state_bytes(n_ctx, n_seq_max, info.n_embd, ASSISTANT)
     steps = 4 * info.n_vocab * _STEP_ROWS
     return Need(
         int(weights + n_cache_bytes + steps) + beside,

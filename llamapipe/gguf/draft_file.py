@@ -100,6 +100,8 @@ def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n
         _Sizes(metadata, arch) for metadata, arch in ((draft.metadata, ASSISTANT), (target, "gemma4"))
     )
     width, n_drafting = own.one("embedding_length_out"), own.one("nextn_predict_layers")
+    if width is None:
+        return f"it does not say how wide its model's hidden states are ({ASSISTANT}.embedding_length_out)"
     if width != n_embd:
         key = f"{ASSISTANT}.embedding_length_out"
         return f"its model's hidden states have {width} numbers ({key}), this model's {n_embd}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamapipe.errors import BackendError
+from llamapipe.gguf.draft_file import ASSISTANT
 from llamapipe.host.memory import memory_limit
 from llamapipe.llama.devices import devices
 from llamapipe.llama.model import Model
@@ -38,11 +39,12 @@ _ATTENDS_WITH_HEADS = frozenset(
 # Caches of other kinds: indexers, compressed windows, layers that are computed several times.
 _UNKNOWN = frozenset(
     {"deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy-v4", "dots3note", "minimax-m3", "qwen4exp", "dflash",
-     "gemma4-assistant", "hrm-text", "nanbeige", "exaone4"}
+     "hrm-text", "nanbeige", "exaone4"}
 )  # fmt: skip
 _STATE_BYTES = 4  # of a value of a recurrent state: always float32
 _DRAFT_STATE_BYTES = 16 * 2**20  # of hidden states that are kept of a sequence for drafts
 _LEAST_STATES = 256
+_ASSISTANT_STATES = 32  # more than a step has guessed tokens; an assistant reads the last one
 _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
 
 
@@ -98,6 +100,8 @@ def memory_sizes(
     arch = str(metadata.get("general.architecture", ""))
     if arch in _UNKNOWN:
         return None
+    if arch == ASSISTANT:  # its layers read the cells of the model that it drafts for
+        return MemorySizes(0, 0, 0, 0)
     try:
         return _Sizes(metadata, arch, n_layer, n_embd).parts(TYPE_BYTES[type_k], TYPE_BYTES[type_v])
     except (IndexError, ValueError, TypeError):
@@ -107,26 +111,30 @@ def memory_sizes(
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
     """Return the bytes of a KV cell of the first layer that predicts the token after the next (MTP).
 
-    See ``memory_sizes`` for ``metadata``. Cells of these layers are 16-bit floats. Returns 0 if the size is not known.
-    Any thread.
+    See ``memory_sizes`` for ``metadata``. Cells of these layers are 16-bit floats. Returns 0 if the size is not known,
+    and for an assistant, which has none. Any thread.
     """
     arch = str(metadata.get("general.architecture", ""))
+    if arch == ASSISTANT:
+        return 0
     try:
         return _Sizes(metadata, arch, n_layer, n_embd).of_draft_layer()
     except (IndexError, ValueError, TypeError):
         return 0
 
 
-def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int) -> int:
+def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int, arch: str = "") -> int:
     """Return the most bytes of hidden states that a context keeps for a layer that drafts.
 
-    ``width``: how many numbers a state has.
+    ``width``: how many numbers a state has. ``arch``: the architecture of a draft file.
     """
-    return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width)
+    return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width, arch)
 
 
-def n_draft_states(n_ctx: int, width: int) -> int:
+def n_draft_states(n_ctx: int, width: int, arch: str = "") -> int:
     """Return how many of a sequence's last states are always kept; up to twice as many may be."""
+    if arch == ASSISTANT:
+        return min(_ASSISTANT_STATES, n_ctx)
     return min(max(_DRAFT_STATE_BYTES // (2 * 4 * width), _LEAST_STATES), n_ctx)
 
 

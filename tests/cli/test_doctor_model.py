@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.assistant_models import assistant, assistant_target
 from support.bert_model import bert_model
 from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import (
@@ -168,7 +169,15 @@ class TestFacts:
         assert words["use"].ok and words["use"].detail.startswith(
             "an EAGLE-3 draft: it guesses what the model"
         )
-        assert "serve it with" not in words
+        assert "serve it with" not in words and "memory" not in words
+        assert words["KV cells"].detail.startswith("512 bytes for each token")
+
+    def test_an_assistant(self, tmp_path: Path) -> None:
+        """It has no cells, and is no MTP layer."""
+        words = words_of(look_at(assistant(tmp_path / "a.gguf", assistant_target(tmp_path / "model.gguf"))))
+        assert words["use"].ok and words["use"].detail.startswith("a Gemma 4 assistant: it guesses what the")
+        assert all(finding.ok for finding in words.values())
+        assert words.keys().isdisjoint({"MTP", "KV cells", "KV cache", "memory", "serve it with"})
 
     def test_a_recurrent_model(self, tmp_path: Path) -> None:
         found = look_at(recurrent_model(tmp_path / "mamba.gguf"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.assistant_models import assistant, assistant_target
 from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import tiny_model
 from support.mtp_models import mtp_model
@@ -84,3 +85,13 @@ def test_an_eagle3_draft_takes_states_of_its_model(tmp_path: Path) -> None:
     none, both = (need_of(info, False, OPTIONS | {"draft": one}).n_bytes for one in (None, str(draft)))
     alone = need_of(of_draft, False, OPTIONS | {"cache_bytes": 0}).n_bytes
     assert both - none == alone + 2 * 2 * 256 * 4 * 3 * info.n_embd
+
+
+def test_an_assistant_has_no_cells(tmp_path: Path) -> None:
+    model = assistant_target(tmp_path / "m.gguf")
+    draft = assistant(tmp_path / "d.gguf", model)
+    info, of_draft = check_gguf(model), check_gguf(draft)
+    none, both = (need_of(info, False, OPTIONS | {"draft": path}).n_bytes for path in (None, str(draft)))
+    alone = need_of(of_draft, False, OPTIONS | {"cache_bytes": 0}).n_bytes
+    assert alone < of_draft.size_bytes + 4 * of_draft.n_vocab * 1024
+    assert both - none == alone + 2 * 2 * 32 * 4 * info.n_embd

@@ -53,7 +53,6 @@ _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
 _Drafting = TypeVar("_Drafting", bound="DraftModel")
-_ASSISTANT_STATES = 32  # of a sequence: more than a step has guessed tokens, and a draft reads the last one
 
 
 class _Held:
@@ -555,12 +554,12 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
 
 
 def _with_states(
-    drafter: _Drafting, target: Context, layers: Sequence[int] = (), n_most: int | None = None
+    drafter: _Drafting, target: Context, layers: Sequence[int] = (), architecture: str = ""
 ) -> _Drafting:
-    """Make the engine's context keep the states that a drafter reads, ``n_most`` of a sequence."""
+    """Make the engine's context keep the states that a drafter reads. ``architecture``: of its file."""
     try:
         width = target.model.n_embd * max(len(layers), 1)
-        target.keep_states(n_draft_states(target.n_ctx, width) if n_most is None else n_most, layers)
+        target.keep_states(n_draft_states(target.n_ctx, width, architecture), layers)
     except BaseException:
         drafter.close()
         raise
@@ -593,7 +592,7 @@ def _make_assistant(target: Context, draft: Model, n_room: int) -> DraftModel:
         rope=target.rope,
         drafts_for=target,
     )
-    return _with_states(AssistantDraft(context, target, n_room), target, n_most=_ASSISTANT_STATES)
+    return _with_states(AssistantDraft(context, target, n_room), target, architecture=ASSISTANT)
 
 
 # Those that read what the engine's model computes.

@@ -40,7 +40,7 @@ from llamapipe._engine.policy.scheduler import Scheduler
 from llamapipe._engine.policy.speculation import MOST_GUESSED, Drafter, Gate
 from llamapipe._engine.runtime.compute_threads import make_tuner
 from llamapipe._engine.runtime.disk_cache import DiskCache, Writes, read_sequence, sequence_of, write_sequence
-from llamapipe._engine.runtime.draft import make_drafter, make_mtp_drafter
+from llamapipe._engine.runtime.draft import AssistantDraft, make_drafter, make_mtp_drafter
 from llamapipe._engine.runtime.draft_checks import check_draft_file, mtp_problem
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe._engine.runtime.executor import StepExecutor
@@ -214,8 +214,8 @@ class Engine(BlockingCalls, AsyncOwner):
       shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
-      family, an EAGLE-3 draft that was trained for the model, or the path of one; ``"mtp"``: the model's own layer that
-      predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number of steps,
+      family, an EAGLE-3 draft or a Gemma 4 assistant that was trained for the model, or the path of one; ``"mtp"``: the
+      model's own layer that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number of steps,
       never the text, and is used only where it saves time. A path is loaded with the model's ``kernels`` and
       ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A draft that does not
       belong to the model is refused; the error says what differs.
@@ -386,6 +386,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 _n_sharing(context, cache, self._queue.limit),
                 speculates=scheduler.gate.n_most > 0,
                 drafts=drafter is not None,
+                drafts_media=isinstance(drafter, AssistantDraft),  # it reads the cells of images
                 allowed=model.adapters.named(adapters),
                 n_ubatch=context.n_ubatch,
                 min_room=min_room,

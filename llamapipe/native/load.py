@@ -210,6 +210,9 @@ _NO_DEFAULT = "model default pooling_type is [-1], but ["
 _PLAIN_ADAPTER = "cannot use buft 'CPU_"
 # A warning about a token such as </s> that a file lists as plain text: llama.cpp makes it a control token.
 _TOKEN_MENDED = "its type will be overridden"
+# Warnings about the layers of an assistant, which share its model's cells as they shall.
+_SHARED = ("sharing with layer", "to match the shared source cache")
+_HARMLESS = (_NO_DEFAULT, _PLAIN_ADAPTER, *_SHARED)
 
 
 def last_error(module: Any) -> str:
@@ -245,7 +248,7 @@ def drain_log(module: Any) -> list[str]:
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):
             continue
-        if line.endswith((*_ABORTED, _TOKEN_MENDED)) or _NO_DEFAULT in line or _PLAIN_ADAPTER in line:
+        if line.endswith((*_ABORTED, _TOKEN_MENDED)) or any(part in line for part in _HARMLESS):
             severity = logging.DEBUG
         logger.log(severity, "%s", line)
         if severity >= logging.WARNING:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from support import every_architecture
+from support.assistant_models import assistant, assistant_target
+from support.eagle3_models import eagle3_draft, eagle3_target
 from support.every_architecture import architectures
 from support.gguf_fuzz_worker import use
 from support.gguf_models import tiny_model, tiny_variant
@@ -129,6 +131,24 @@ def test_damaged_models(tmp_path: Path) -> None:
     # Most refusals are ours, with a message of our own; llama.cpp's own come through as its log says them.
     assert sum("llama.cpp could not load" in outcome.reason for outcome in outcomes) < kinds["refused"] // 3
     assert not [outcome for outcome in outcomes if "no reason was logged" in outcome.reason]
+
+
+@pytest.mark.timeout(900 + N_MUTANTS // 10)
+def test_damaged_drafts(tmp_path: Path) -> None:
+    """Files that draft for a model and read what it computes, or its cells; they must fit it."""
+    models = [eagle3_target(tmp_path / "m0.gguf"), assistant_target(tmp_path / "m1.gguf")]
+    drafts = [
+        eagle3_draft(tmp_path / "d0.gguf", models[0], 0.6),
+        assistant(tmp_path / "d1.gguf", models[1], 0.6),
+    ]
+    bases = [Path(f"{draft}={model}") for draft, model in zip(drafts, models, strict=True)]
+    n = N_MUTANTS // 3
+    outcomes = Runner(tmp_path, bases, [(seed % len(bases), seed) for seed in range(n)]).run(N_PROCESSES)
+    bad = [outcome for outcome in outcomes if outcome.kind not in ("loaded", "refused")]
+    assert not bad, f"{len(bad)} of {n}, such as {bad[:3]}"
+    for i in range(len(bases)):
+        kinds = collections.Counter(outcome.kind for outcome in outcomes if outcome.index == i)
+        assert min(kinds["loaded"], kinds["refused"]) > n // len(bases) // 12, kinds
 
 
 @pytest.fixture(scope="module")

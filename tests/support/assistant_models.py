@@ -19,7 +19,8 @@ WINDOWS = (True, True, True, False)
 
 def assistant_target(path: Path, vocab: str = "builtin-bpe", n_layers: int = 10) -> Path:
     """A model that writes the next token of the vocabulary after each, with little effect of its layers."""
-    shape = replace(ARCHITECTURES["gemma4-e2b"].shrunk().cut(n_layers), tied=False, mtp_noise=0.0, scales_embedding=False)
+    shape = ARCHITECTURES["gemma4-e2b"].shrunk().cut(n_layers)
+    shape = replace(shape, tied=False, mtp_noise=0.0, scales_embedding=False)
     return make_model(path, shape=shape, type_name="f32", vocab=vocab)
 
 

@@ -71,9 +71,9 @@ class RequestBuilder:
     """Checks prompts and params against one engine's model and context length, and builds requests. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
-    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses. ``allowed``:
-    the adapters that requests may name; empty: all that the model has loaded. ``n_ubatch``: the maximum number of
-    tokens computed at once.
+    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses, and
+    ``drafts_media``: after images and sounds as well. ``allowed``: the adapters that requests may name; empty: all that
+    the model has loaded. ``n_ubatch``: the maximum number of tokens computed at once.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class RequestBuilder:
         n_sharing: int = 1,
         speculates: bool = False,
         drafts: bool = False,
+        drafts_media: bool = False,
         allowed: Sequence[AnyAdapter] = (),
         n_ubatch: int = 0,
         min_room: int = 1,
@@ -94,7 +95,7 @@ class RequestBuilder:
         self.n_ubatch = n_ubatch
         self.n_sharing = n_sharing
         self._speculates = speculates
-        self._drafts = drafts
+        self._drafts, self._drafts_media = drafts, drafts_media
         self._eog = model.vocab.eog_tokens
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
@@ -414,7 +415,7 @@ class RequestBuilder:
             drafts=speculates
             and self._drafts
             and params.speculate != "ngram"
-            and not item.spans,  # a draft model sees no images
+            and (self._drafts_media or not item.spans),  # a draft model sees no images
             spans=item.spans,
             places=item.places,
             conversation=conversation_key(conversation.get()),

@@ -12,6 +12,7 @@ from support.adapters import make_adapter
 from support.assistant_models import assistant, assistant_target
 from support.drafting import PROMPTS, RANDOM, check_texts, params, share_right
 from support.gguf_document import ARRAY, BOOL, Document, unpack
+from support.media_models import gemma3_projector, picture
 
 import llamapipe as lp
 
@@ -79,6 +80,16 @@ def test_cells_of_every_kind_are_read(
         often_right.close()
 
 
+def test_shared_cells_are_no_cause_for_warnings(
+    make_engine: MakeEngine, model: lp.Model, right: lp.Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_engine(model, n_ctx=64, n_seq_max=2, draft=right, tuning=lp.EngineTuning(kv_unified=True)):
+        pass
+    assert not [
+        record.message for record in caplog.records if "shar" in record.message and record.levelno > 10
+    ]
+
+
 def test_positions_that_move(make_engine: MakeEngine, model: lp.Model, right: lp.Model) -> None:
     with make_engine(model, n_ctx=96, n_seq_max=2, draft=right, overflow="shift", n_keep=4) as engine:
         done = engine.generate(PROMPTS[:3], params(200))
@@ -93,6 +104,31 @@ def test_adapters(make_engine: MakeEngine, tmp_path: Path, model: lp.Model, righ
     with make_engine(model, n_ctx=256, n_seq_max=4, draft=right, adapters=[adapter]) as engine:
         check_texts(engine, {"adapter": adapter.name})
     adapter.close()
+
+
+def test_images(make_engine: MakeEngine, tmp_path: Path, model: lp.Model, right: lp.Model) -> None:
+    """The assistant sees them in the model's cells."""
+    projector = gemma3_projector(tmp_path / "mmproj.gguf", n_embd=model.n_embd)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    content = [
+        {"type": "text", "text": "What"},
+        {"type": "image", "image": picture()},
+        {"type": "text", "text": "?"},
+    ]
+    with (
+        lp.Model(model.path, mmproj=projector, chat_template=template) as seeing,
+        make_engine(seeing, n_ctx=256, n_seq_max=2, draft=right) as engine,
+    ):
+        chats = [[{"role": "user", "content": content}], [{"role": "user", "content": "Now"}]]
+        expected = engine.chat(chats, params(speculate="off", logprobs=0))
+        assert engine.stats().n_encoded_media > 0
+        before = engine.stats()
+        done = engine.chat(chats[:1], params(logprobs=0))
+        assert done[0].content == expected[0].content
+        assert share_right(before, engine.stats()) > 0.8
+        assert engine.stats().n_accepted_by_model > 8
+        assert [chat.content for chat in engine.chat(chats, params())] == [chat.content for chat in expected]
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize("windows", [(True, False), (False, True, False, True)])

@@ -215,10 +215,10 @@ class Engine(BlockingCalls, AsyncOwner):
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
       family, an EAGLE-3 draft or a Gemma 4 assistant that was trained for the model, or the path of one; ``"mtp"``: the
-      model's own layer that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes the number of steps,
-      never the text, and is used only where it saves time. A path is loaded with the model's ``kernels`` and
-      ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A draft that does not
-      belong to the model is refused; the error says what differs.
+      model's own layer that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes
+      the number of steps, never the text, and is used only where it saves time. A path is loaded with the model's
+      ``kernels`` and ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A
+      draft that does not belong to the model is refused; the error says what differs.
     - ``batch_invariant``: the same request gives the same text whatever else runs (``docs/sampling.md``). Raises
       ValueError, with the reason, for a model whose texts could differ.
     - ``adapters``: the adapters that requests may name (``SamplingParams.adapter``), or their names; empty: all that

@@ -32,6 +32,17 @@ def mtp_problem(model: Model) -> str:
     if model.architecture not in _MTP_ARCHITECTURES:
         known = ", ".join(_MTP_ARCHITECTURES)
         return f"{name} is a {model.architecture}; llamapipe drafts with the MTP layers of {known}"
+    return _last_states_problem(model)
+
+
+def _last_states_problem(model: Model) -> str:
+    """Return why a model's last hidden states are not available; empty if they are."""
+    key = f"{model.architecture}.embedding_length_out"
+    n = model.file_metadata.get(key, model.n_embd)
+    if n not in (0, model.n_embd):  # llama.cpp would read as many of each state
+        return (
+            f"{model.path.name} has hidden states of {model.n_embd} numbers, and {key} in its metadata is {n}"
+        )
     return _states_problem(model)
 
 
@@ -53,7 +64,7 @@ def check_draft_file(model: Model, info: GgufInfo) -> None:
         sizes = (model.architecture, model.n_layer, model.n_embd, model.n_vocab)
         problem = _states_problem(model) or eagle3_problem(info, *sizes)
     elif info.architecture == ASSISTANT:
-        problem = _states_problem(model) or assistant_problem(
+        problem = _last_states_problem(model) or assistant_problem(
             info, model.file_metadata, model.n_embd, model.n_vocab
         )
     if problem:

@@ -192,7 +192,12 @@ def test_other_models_are_refused(
 ) -> None:
     of_others = assistant_target(tmp_path / "others.gguf", "builtin-spm")
     heads = assistant(tmp_path / "heads.gguf", model.path, heads_kv=(2, 2, 2, 1))
+    document, _ = unpack(model.path.read_bytes())
+    document.put("gemma4.embedding_length_out", 4, 256)
+    wide = tmp_path / "wide.gguf"
+    wide.write_bytes(document.pack())
     for target, draft, reason in (
+        (wide, right, "wide.gguf has hidden states of 128 numbers, and gemma4.embedding_length_out"),
         (demo, right, "the model is a llama; a Gemma 4 assistant drafts for gemma4"),
         (of_others, right.path, r"its vocabulary has 314 tokens, this model's 512"),
         (model, heads, "its layer 0 reads 2 heads of keys, and this model's layer 8 has 1"),

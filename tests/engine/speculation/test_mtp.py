@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
+from support.gguf_document import unpack
 from support.gguf_models import tiny_architecture
 from support.inside import scheduler_of
 from support.mtp_models import mtp_model
@@ -263,12 +264,24 @@ def test_what_cannot_draft_is_refused(
     """And "auto" leaves it out."""
     path = models["right"].path
     without = tiny_architecture(tmp_path / "without.gguf", "qwen3.5-0.8b", "builtin-bpe")
+    document, _ = unpack(path.read_bytes())
+    document.put("qwen35.embedding_length_out", 4, 64)
+    (tmp_path / "narrow.gguf").write_bytes(document.pack())
     several = mtp_model(tmp_path / "several.gguf", 0.0, n_layers=2)
-    with lp.Model(path) as not_loaded, lp.Model(several, load_mtp=True) as two, lp.Model(without) as plain:
+    with (
+        lp.Model(path) as not_loaded,
+        lp.Model(several, load_mtp=True) as two,
+        lp.Model(without) as plain,
+        lp.Model(tmp_path / "narrow.gguf", load_mtp=True) as narrow,
+    ):
         for model, reason in (
             (demo, r"has no MTP layers \(llama\.nextn_predict_layers"),
             (plain, "has no MTP layers"),
             (not_loaded, "was loaded without its MTP layers: use lp.Model"),
+            (
+                narrow,
+                "has hidden states of 128 numbers, and qwen35.embedding_length_out in its metadata is 64",
+            ),
             (two, "has 2 MTP layers, and llamapipe drafts with one"),
         ):
             with pytest.raises(ValueError, match=f"draft is 'mtp', but .*{reason}"):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from support.eagle3_models import n_tokens
 from support.gguf_models import ARCHITECTURES, TOOLS, make_model
@@ -25,11 +26,20 @@ def assistant_target(path: Path, vocab: str = "builtin-bpe", n_layers: int = 10)
 
 
 def assistant(
-    path: Path, target: Path, noise: float | None = 0.0, windows: Sequence[bool] = WINDOWS, **sizes: int
+    path: Path,
+    target: Path,
+    noise: float | None = 0.0,
+    windows: Sequence[bool] = WINDOWS,
+    added: float = 1.0,
+    **sizes: Any,
 ) -> Path:
-    """An assistant for the model. ``noise``: 0: it is right; None: it is random. ``sizes``: other ones of its shape."""
-    shape: AssistantShape = replace(shape_for(target, windows=windows), **sizes)  # type: ignore[arg-type]
-    tensors = (
-        random_tensors(shape, n_tokens(target)) if noise is None else right_tensors(shape, target, noise)
-    )
+    """An assistant for the model. ``noise``: 0: it is right; None: it is random, with layers that add ``added``.
+
+    ``sizes``: other ones of its shape.
+    """
+    shape: AssistantShape = replace(shape_for(target, windows=windows), **sizes)
+    if noise is None:
+        tensors = random_tensors(shape, n_tokens(target), added=added)
+    else:
+        tensors = right_tensors(shape, target, noise)
     return write_assistant(path, target, shape, tensors, type_name="f32")

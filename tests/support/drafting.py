@@ -51,6 +51,21 @@ def share_right(before: lp.EngineStats, after: lp.EngineStats) -> float:
     return (after.n_accepted_by_model - before.n_accepted_by_model) / max(n, 1)
 
 
+def share_alone(engine: lp.Engine, drafts: Drafts) -> float:
+    """The share of drafts that an engine makes again after the same tokens, as one prompt. ``drafts``: of ``watch``."""
+    seen, n_same = drafts.copy(), 0
+    assert len(seen) > 20
+    some = seen[:: len(seen) // 20]
+    for tokens, drafted in some:
+        drafts.clear()
+        engine.generate(list(tokens[:-1]), params(8, logit_bias={tokens[-1]: 1e4}))
+        again = next((alone for after, alone in drafts if after == tokens), None)
+        assert again is not None
+        n = min(len(drafted), len(again))
+        n_same += drafted[:n] == again[:n]
+    return n_same / len(some)
+
+
 def check_texts(engine: lp.Engine, way: dict[str, Any]) -> None:
     """Seven requests have the texts that they have without drafts; a seed's text shows the same distribution."""
     each = [params(seed=i, **way) for i in range(7)]

@@ -40,7 +40,7 @@ def use(path: Path) -> str:
 
 def draft(path: Path, target: Path) -> str:
     """Draft for a model with a draft file."""
-    llamapipe.engine.Gate = EagerGate  # type: ignore[misc]
+    llamapipe.engine.Gate = EagerGate  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, speculate="draft")
     with Engine(target, n_ctx=64, n_seq_max=2, n_threads=1, draft=path) as engine:
         engine.generate([[40, 41, 42], [70, 71]], params)

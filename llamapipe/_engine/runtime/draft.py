@@ -505,11 +505,8 @@ class AssistantDraft(DraftModel):
         guess = super().guess(request, n)
         if guess is None:
             return None
-        slot, last = request.slot, len(request.tokens) - 1
-        begin, end = self._target.kept_states(slot)
-        # Cells may still be loaded or removed before the next step.
-        is_ready = begin < last == end and self._target.seq_pos_max(slot) == last - 1
-        return guess if is_ready else None
+        begin, end = self._target.kept_states(request.slot)
+        return guess if begin < len(request.tokens) - 1 == end else None  # else cells are still to be changed
 
     def _find_missing(self, held: _Held, request: Request) -> None:
         held.n_missing = 1

@@ -176,6 +176,9 @@ int lp_context_states(const lp_context * context, int seq_id, int32_t * end);
 // entry `before[i]`, an output of this context's last batch, or (-1) the one that `target` has kept.
 int lp_draft(lp_context * context, const lp_context * target, int n_tokens, const int32_t * tokens, const int32_t * positions,
              const int32_t * seq_ids, const int8_t * outputs, const int32_t * before);
+// Computes the cells of n positions from the states that `target` has kept of them, for a draft that reads the model's states
+// in place of tokens (DFlash). llama_decode's code.
+int lp_inject(lp_context * context, const lp_context * target, int n, const int32_t * positions, const int32_t * seq_ids);
 // The most probable token of an output of the last batch, and its probability; -1 if no logit is finite, or LP_ERROR.
 int lp_best(lp_context * context, int entry, float * share);
 

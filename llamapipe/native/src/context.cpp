@@ -430,6 +430,37 @@ int Context::draft(const BatchArrays &batch, const int32_t *before, const Hidden
     return decode(batch, states);
 }
 
+int Context::inject(int n, const int32_t *positions, const int32_t *seq_ids, const HiddenStates &target) {
+    llama_context *const llama = llama_.get();
+    if (!rows_) {
+        rows_.reset(llama_batch_ext_init(llama));
+    }
+    const size_t width = target.width();
+    // A batch is not cut where tokens attend to later ones.
+    const int n_most = static_cast<int>(llama_n_ubatch(llama));
+    for (int begin = 0; begin < n; begin += n_most) {
+        llama_batch_ext_clear(rows_.get());
+        for (int i = begin; i < std::min(n, begin + n_most); i++) {
+            const int32_t      p           = positions[i];
+            const int32_t      position[4] = { p, p, p, 0 };
+            const float *const state       = target.of(seq_ids[i], p);
+            if (!state) {
+                throw std::runtime_error("a hidden state is not kept any more");
+            }
+            const int at = llama_batch_ext_add_embd(rows_.get(), seq_ids[i], { state, 1, width });
+            if (at < 0 || !llama_batch_ext_set_pos(rows_.get(), at, position)) {
+                throw std::runtime_error("llama.cpp refused the state of an entry");
+            }
+            llama_batch_ext_set_output_logits(rows_.get(), at, false);
+        }
+        const int code = compute(nullptr, [&] { return llama_process(llama, LLAMA_PROCESS_TYPE_DECODE, rows_.get()); });
+        if (code != 0) {
+            return code;
+        }
+    }
+    return 0;
+}
+
 int Context::best(int entry, float *share) const {
     const float *const row = llama_get_logits_ith(llama_.get(), entry);
     if (!row) {
@@ -582,6 +613,10 @@ int lp_context_states(const lp_context *context, int seq_id, int32_t *end) {
     const lp::HiddenStates &states = *context->shared->states();
     *end                           = states.end(seq_id);
     return states.begin(seq_id);
+}
+
+int lp_inject(lp_context *context, const lp_context *target, int n, const int32_t *positions, const int32_t *seq_ids) {
+    return lp::guard(LP_ERROR, [&] { return context->shared->inject(n, positions, seq_ids, *target->shared->states()); });
 }
 
 int lp_draft(lp_context *context, const lp_context *target, int n_tokens, const int32_t *tokens, const int32_t *positions,

@@ -102,6 +102,10 @@ public:
     // llama.cpp takes the first ones for those of the outputs.
     int draft(const BatchArrays &batch, const int32_t *before, const HiddenStates &target);
 
+    // Computes cells from the states that `target` has kept of these positions, for a draft whose cells are the model's
+    // (DFlash). llama_decode's code.
+    int inject(int n, const int32_t *positions, const int32_t *seq_ids, const HiddenStates &target);
+
     // The most probable token of an output of the last batch, or -1, and its probability.
     int best(int entry, float *share) const;
 

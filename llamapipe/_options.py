@@ -95,8 +95,8 @@ ENGINE: Final = (
     _flag("batch_invariant",
         "give the same text for a request whatever else runs; refuse models whose texts could differ"),
     _text("draft", "what guesses several tokens for each step, where that saves time: a smaller model of the same "
-        "family, an EAGLE-3 draft or a Gemma 4 assistant, mtp (the model's own MTP layer), or auto (that layer, if it "
-        "has one)",
+        "family, an EAGLE-3 or DFlash draft, a Gemma 4 assistant, mtp (the model's own MTP layer), or auto (that "
+        "layer, if it has one)",
         optional=True, metavar="FILE", aliases=("-md", "--model-draft")),
     _text("rope_scaling", "how positions are scaled for contexts longer than the model's (default: as the file says)",
         optional=True, choices=("none", "linear", "yarn", "longrope"), metavar=""),

@@ -56,7 +56,7 @@ from llamapipe._sync.submission import BlockingSubmission
 from llamapipe.arguments import check_choice, check_flag, check_int, choice_of, float_of, int_of, refuse_table
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import BackendError, InvalidRequestError
-from llamapipe.gguf.draft_file import DRAFT_KINDS, STATE_DRAFTS
+from llamapipe.gguf.draft_file import DRAFT_KINDS
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.kv_events import KvEvents
 from llamapipe.llama.adapter import Adapter, AdapterChoice, ControlVector, carries, local_file
@@ -214,7 +214,7 @@ class Engine(BlockingCalls, AsyncOwner):
       shifted.
     - ``max_queue``: maximum number of requests that wait for a slot; None: no limit.
     - ``draft``: what guesses several tokens for each step (``docs/guides/performance.md``): a smaller model of the same
-      family, an EAGLE-3 draft or a Gemma 4 assistant that was trained for the model, or the path of one; ``"mtp"``: the
+      family, an EAGLE-3 or DFlash draft or a Gemma 4 assistant for the model, or the path of one; ``"mtp"``: the
       model's own layer that predicts the token after the next; ``"auto"``: that layer, if the file has one. It changes
       the number of steps, never the text, and is used only where it saves time. A path is loaded with the model's
       ``kernels`` and ``packed_cache``, and closed with the engine; close a ``Model`` yourself, after the engine. A
@@ -1518,7 +1518,7 @@ def _has_mtp(model: Model, must: bool, depth: int | None) -> bool:
 
 def _depth_for_drafts(depth: int | None, has_mtp: bool, draft: Model | None) -> int | None:
     """Return the number of steps in flight: 1 if drafts read the states of a step, which must be computed first."""
-    reads_states = draft is not None and draft.architecture in STATE_DRAFTS
+    reads_states = draft is not None and draft.architecture in DRAFT_KINDS
     if draft is not None and reads_states and depth is not None and depth > 1:
         kind = DRAFT_KINDS[draft.architecture]
         raise ValueError(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from make_model import finish, rotation, vocabulary
 
 Tensors = Mapping[str, npt.NDArray[np.floating[Any]]]
-_KINDS = {
+KINDS = {
     "f32": gguf.GGMLQuantizationType.F32,
     "f16": gguf.GGMLQuantizationType.F16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
@@ -131,7 +131,7 @@ def write_eagle3(
     for key, field in fields.items():
         writer.add_key_value(key, field.value, field.type, field.sub_type)
     for name, tensor in tensors.items():
-        kind = _KINDS[type_name] if tensor.ndim > 1 else _KINDS["f32"]
+        kind = KINDS[type_name] if tensor.ndim > 1 else KINDS["f32"]
         data = gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     if tokens is not None:
@@ -162,8 +162,7 @@ def right_tensors(
     zeros, ones = np.zeros((width, width)), np.eye(width)
     turn = rotation(width)
     turn += noise * np.random.default_rng(7).standard_normal(turn.shape) / np.sqrt(width)
-    output = next(t for t in gguf.GGUFReader(target).tensors if t.name == "output.weight")
-    rows = gguf.quants.dequantize(output.data, output.tensor_type).reshape(-1, width)
+    rows = output_rows(target)
     found: dict[str, npt.NDArray[Any]] = {**random_tensors(shape, 1)}
     found |= {
         "fc.weight": np.concatenate([ones, zeros, zeros], axis=1),
@@ -177,6 +176,13 @@ def right_tensors(
     return {name: values.astype(np.float32) for name, values in found.items()}
 
 
+def output_rows(target: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
+    """The output matrix of a model, in float32: a row for each token."""
+    output = next(t for t in gguf.GGUFReader(target).tensors if t.name == "output.weight")
+    rows: npt.NDArray[np.float32] = gguf.quants.dequantize(output.data, output.tensor_type)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -186,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens", type=int, default=0, metavar="N", help="of d2t; 0: all of the model's (0)"
     )
     parser.add_argument("--noise", type=float, help="of a right draft; default: the draft is random")
-    parser.add_argument("--type", dest="type_name", default="q8_0", choices=_KINDS)
+    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
     args = parser.parse_args(argv)
     shape = shape_for(args.target)
     n_vocab = len(vocabulary(os.fspath(args.target))["tokenizer.ggml.tokens"].value)

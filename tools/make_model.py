@@ -339,9 +339,15 @@ _ROTATED = re.compile(r"^(token_embd|output)\.weight$|nextn\.eh_proj\.")
 _SMALL, _SMALL_GAIN = re.compile(r"(attn_output|ssm_out|ffn_down)\.weight$"), 0.05
 
 
+def _angles(width: int) -> npt.NDArray[np.float64]:
+    angles = np.random.default_rng(5).uniform(0, 2 * np.pi, width // 2)
+    angles[0] = 0.0  # the first channel is alike in all tokens
+    return angles
+
+
 def rotation(width: int) -> npt.NDArray[np.float64]:
     """The rotation of `_rotated`, as a matrix."""
-    angles = np.random.default_rng(5).uniform(0, 2 * np.pi, width // 2)
+    angles = _angles(width)
     cos, sin = np.diag(np.cos(angles)), np.diag(np.sin(angles))
     return np.block([[cos, -sin], [sin, cos]])
 
@@ -353,11 +359,10 @@ def _rotated(name: str, dims: tuple[int, ...], n_vocab: int, noise: float) -> np
     layer turns the hidden state that it reads and ignores its token: with the state of another token it is wrong.
     """
     width = dims[-1] if len(dims) > 1 and "eh_proj" not in name else dims[-1] // 2
-    rng = np.random.default_rng(5)
-    angles = rng.uniform(0, 2 * np.pi, width // 2)
+    angles = _angles(width)
     if "eh_proj" in name:
         turn = rotation(width)
-        turn += noise * rng.standard_normal((width, width)) / np.sqrt(width)
+        turn += noise * np.random.default_rng(6).standard_normal((width, width)) / np.sqrt(width)
         both: npt.NDArray[np.float32] = np.concatenate([np.zeros_like(turn), turn], axis=1).astype(np.float32)
         return both
     first = -1 if name == "output.weight" else 0

@@ -18,7 +18,7 @@ import llamapipe as lp
 from llamapipe._messages import listed, size_text
 from llamapipe.cli.options import template_problem
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes, type_name
-from llamapipe.gguf.draft_file import DRAFT_KINDS, not_supported, target_layers
+from llamapipe.gguf.draft_file import DRAFT_KINDS, blocks_problem, target_layers
 from llamapipe.gguf.mmproj import mmproj_beside
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.kv_memory import draft_cell_bytes, memory_sizes
@@ -70,6 +70,7 @@ def look_at(path: Path) -> dict[str, Any]:
             "mtp_bytes": _mtp_bytes(info, n_mtp),
             "mtp_bytes_per_token": draft_cell_bytes(info.metadata, info.n_layer, info.n_embd),
             "drafts_for_layers": target_layers(info.metadata),
+            "draft_problem": blocks_problem(info) if info.architecture == "dflash" else "",
             "weights": _weights(info),
             "kernels": None if level == ffi.NULL else ffi.string(level).decode(),
             **_template(model),
@@ -192,12 +193,12 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
     )
     yield _weights_finding(facts)
     if kind := DRAFT_KINDS.get(facts["architecture"]):
-        reason = not_supported(facts["architecture"])
+        reason = facts["draft_problem"]
         yield Finding(
             "use",
             not reason,
             f"{kind}: it guesses what the model that it was trained for writes, and is no model itself",
-            f"it {reason}" if reason else "llamapipe serve MODEL --draft FILE",
+            reason or "llamapipe serve MODEL --draft FILE",
         )
     elif not facts["is_served"]:
         yield Finding(

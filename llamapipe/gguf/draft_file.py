@@ -9,9 +9,9 @@ computes. Each belongs to one model, whose widths, layers and vocabulary the fil
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -21,36 +21,25 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
 ASSISTANT = "gemma4-assistant"
-# By the architecture in the file: how the kind is called.
+# By the architecture in the file: how a draft is called that reads what the model computes in a step.
 DRAFT_KINDS = {
     "eagle3": "an EAGLE-3 draft",
     "dflash": "a DFlash draft",
     ASSISTANT: "a Gemma 4 assistant",
 }
-STATE_DRAFTS = ("eagle3", ASSISTANT)  # those that read what the model computes in a step
-# Architectures of llama.cpp whose graphs give out the inputs of layers, and with which EAGLE-3 drafts were tried. Asked
-# for those of another one, llama.cpp ends the process.
-EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
-_NOT_SUPPORTED = {
-    "dflash": "a DFlash draft, which computes a block of tokens at once from cells that another call writes",
-}
+# Architectures of llama.cpp whose graphs give out the inputs of layers, and with which such drafts were tried. Another
+# one that is asked for them ends the process.
+LAYER_INPUT_TARGETS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4", "gpt-oss", "lfm2")
 _I64 = 27
 _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
-
-
-def not_supported(architecture: str) -> str:
-    """Return why llamapipe cannot draft with a file of this architecture; empty if it can."""
-    kind = _NOT_SUPPORTED.get(architecture)
-    return (
-        ""
-        if kind is None
-        else f"is {kind}; llamapipe drafts with whole models, MTP layers, EAGLE-3 and Gemma 4 assistants"
-    )
+# Tokens of a DFlash block: llama.cpp's default; more than any draft was trained with.
+_BLOCK_SIZE, _MOST_BLOCK = 16, 64
+_MARKOV, _SELECTOR = "markov_w1.weight", "selector_hidden.weight"  # of DSpark, of DFlash 2
 
 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the layers whose inputs an EAGLE-3 draft reads; empty if the file does not say."""
-    layers = metadata.get("eagle3.target_layers", ())
+    """Return the layers of the model whose inputs a draft reads; empty if it reads none, or the file does not say."""
+    layers = metadata.get(f"{metadata.get('general.architecture')}.target_layers", ())
     return (
         [int(layer) for layer in layers]
         if isinstance(layers, Sequence) and not isinstance(layers, str)
@@ -63,19 +52,16 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
 
     With a draft that does not fit, llama.cpp would end the process, or the drafted tokens would always be wrong.
     """
-    if architecture not in EAGLE3_TARGETS:
-        known = ", ".join(EAGLE3_TARGETS)
-        return f"the model is a {architecture}; llamapipe drafts with EAGLE-3 for {known}"
+    if architecture not in LAYER_INPUT_TARGETS:
+        return _other_target(architecture, "EAGLE-3")
     metadata, layers = draft.metadata, target_layers(draft.metadata)
     width = metadata.get("eagle3.target_hidden_size")
     if width != n_embd:
         return f"its model's hidden states have {width} numbers (eagle3.target_hidden_size), this model's {n_embd}"
     if len(layers) != _N_INPUTS or len(set(layers)) != _N_INPUTS:
         return f"it reads the layers {layers} (eagle3.target_layers), which must be {_N_INPUTS}"
-    if min(layers) < 0 or max(layers) >= n_layer:
-        return (
-            f"it reads the inputs of the layers {layers} (eagle3.target_layers), and this model has {n_layer}"
-        )
+    if problem := _layers_problem(draft, n_layer):
+        return problem
     if draft.n_layer != 1:
         return f"it has {draft.n_layer} layers, and EAGLE-3 drafts have one"
     sizes = [metadata.get(f"eagle3.attention.{name}_length") for name in ("key", "value")]
@@ -160,6 +146,101 @@ class _Sizes:
             if value is not None:
                 return int(value)
         return None
+
+
+class Blocks(NamedTuple):
+    """How a DFlash draft computes several tokens at once.
+
+    ``n_most``: the most tokens of a draft. ``first``: the entry of a block that gives the first one: 1 if the request's
+    last token, with which a block begins, only says what comes before. ``mask``: the token of the other entries.
+    ``is_causal``: the entries of a block see those before them only. ``is_even``: blocks of a decode are equally long.
+    """
+
+    n_most: int
+    first: int
+    mask: int
+    is_causal: bool
+    is_even: bool
+
+    def n_entries(self, n: int) -> int:
+        """Return the entries of a block for ``n`` drafted tokens."""
+        return n + self.first
+
+
+def blocks_of(metadata: Mapping[str, Any], tensors: Collection[str]) -> Blocks:
+    """Return the blocks of a DFlash file with these tensors, for which ``dflash_problem`` found no problem."""
+    # DSpark: a part that makes each token depend on the one before it.
+    is_dspark = _MARKOV in tensors
+    first = 0 if is_dspark and metadata.get("dflash.sample_from_anchor", True) else 1
+    size = metadata.get("dflash.block_size", _BLOCK_SIZE)
+    is_causal = bool(metadata.get("dflash.attention.causal", False))
+    return Blocks(size - first, first, metadata["tokenizer.ggml.mask_token_id"], is_causal, is_dspark)
+
+
+def dflash_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int, n_vocab: int) -> str:
+    """Return why a DFlash or DSpark draft does not fit a model of these sizes; empty if it does. Any thread.
+
+    With a draft that does not fit, llama.cpp would end the process, or the drafted tokens would always be wrong.
+    """
+    if architecture not in LAYER_INPUT_TARGETS:
+        return _other_target(architecture, "DFlash")
+    if problem := blocks_problem(draft) or _layers_problem(draft, n_layer):
+        return problem
+    if draft.n_embd != n_embd:
+        return f"it is {draft.n_embd} numbers wide (dflash.embedding_length), and this model {n_embd}"
+    if draft.n_vocab > n_vocab:
+        return f"its vocabulary has {draft.n_vocab} tokens, this model's {n_vocab}"
+    return _tensor_problem(draft, n_embd, n_vocab)
+
+
+def blocks_problem(draft: GgufInfo) -> str:
+    """Return why a DFlash or DSpark file drafts for no model; empty if it may. Any thread."""
+    metadata, names = draft.metadata, {tensor.name for tensor in draft.tensors}
+    if _SELECTOR in names:
+        return f"it is a DFlash 2 draft ({_SELECTOR}), and llamapipe drafts with DFlash and DSpark"
+    if metadata.get("dflash.hyper_connection_count", 0):
+        return "it has the layers of a DeepSeek V4 (dflash.hyper_connection_count)"
+    if not target_layers(metadata):
+        return "it does not say which layers of the model it reads (dflash.target_layers)"
+    if draft.n_layer < 1:
+        return "it has no layers (dflash.block_count)"
+    heads = [metadata.get(f"dflash.attention.head_count{kind}") for kind in ("", "_kv")]
+    n_heads, n_kv = heads[0], heads[0] if heads[1] is None else heads[1]
+    if not _is_count(n_heads) or not _is_count(n_kv) or n_heads % n_kv:
+        return f"it has {n_heads} heads of queries and {n_kv} of keys (dflash.attention.head_count)"
+    sizes = [
+        metadata.get(f"dflash.attention.{name}_length", draft.n_embd // n_heads) for name in ("key", "value")
+    ]
+    if sizes[0] != sizes[1]:
+        return f"its keys have {sizes[0]} numbers and its values {sizes[1]}"
+    sections = metadata.get("dflash.rope.dimension_sections", ())
+    if sections and (not isinstance(sections, Sequence) or any(sections[1:])):
+        return f"its positions have several parts ({sections}, dflash.rope.dimension_sections)"
+    size = metadata.get("dflash.block_size", None if _MARKOV in names else _BLOCK_SIZE)
+    if not _is_count(size) or not 2 <= size <= _MOST_BLOCK:
+        return f"its blocks have {size} tokens (dflash.block_size), which must be 2 to {_MOST_BLOCK}"
+    mask = metadata.get("tokenizer.ggml.mask_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < draft.n_vocab:
+        key = "tokenizer.ggml.mask_token_id"
+        return f"its mask token is {mask} ({key}), which must be from 0 to {draft.n_vocab - 1}"
+    return ""
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
+
+
+def _other_target(architecture: str, kind: str) -> str:
+    known = ", ".join(LAYER_INPUT_TARGETS)
+    return f"the model is a {architecture}; llamapipe drafts with {kind} for {known}"
+
+
+def _layers_problem(draft: GgufInfo, n_layer: int) -> str:
+    layers = target_layers(draft.metadata)
+    if min(layers) >= 0 and max(layers) < n_layer:
+        return ""
+    name = f"{draft.architecture}.target_layers"
+    return f"it reads the inputs of the layers {layers} ({name}), and this model has {n_layer}"
 
 
 def _tensor_problem(draft: GgufInfo, n_embd: int, n_vocab: int) -> str:

@@ -84,8 +84,9 @@ class Context(Owner):
       without such layers.
     - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
       MTP layers of that context's model, or a file of ``DRAFT_KINDS`` that belongs to it, and only ``draft`` may be
-      called. A Gemma 4 assistant reads that context's cells: create it before the first decode, with the same sizes,
-      types and flags, and never clear it.
+      called; with a DFlash file, only ``inject`` and ``decode_blocks``. A Gemma 4 assistant reads that context's cells:
+      create it before the first decode, with the same sizes, types and flags, and never clear it.
+    - ``is_causal``: False: tokens see those after them in a decode; ``n_ubatch`` must then be ``n_batch``.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
       ``logits`` has nothing then. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
@@ -123,6 +124,7 @@ class Context(Owner):
         rope: Rope = FROM_FILE,
         moe_cache_size: int = 0,
         drafts_for: Context | None = None,
+        is_causal: bool = True,
     ) -> None:
         self._handle: Any = None
         self._llama: Any = None
@@ -184,6 +186,8 @@ class Context(Owner):
             params.ctx_other = drafts_for.llama
             if not is_head or model.architecture == ASSISTANT:
                 params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
+            if not is_causal:
+                params.attention_type = lib.LLAMA_ATTENTION_TYPE_NON_CAUSAL
         params.n_rs_seq = max(min(check_int("n_states", n_states, 0, 2**16), self.n_ubatch - 2), 0)
         self._pid = os.getpid()
         self._owner: int | None = None
@@ -403,7 +407,7 @@ class Context(Owner):
         """Keep hidden states of the last ``n_most`` tokens of each sequence, as long as their cells are kept.
 
         A token's state is its last hidden state, or the concatenated inputs of ``layers``. llama.cpp ends the process
-        if the architecture's graph does not output these inputs: call ``eagle3_problem`` first. Only tokens that are
+        if the architecture's graph does not output these inputs: call ``check_draft_file`` first. Only tokens that are
         decoded later have states, so call this before the first decode. Raises BackendError.
         """
         n, indices = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
@@ -446,6 +450,30 @@ class Context(Owner):
         arrays = [new("int32_t[]", values) for values in (tokens, positions, seq_ids)]
         flags, rows = new("int8_t[]", outputs), new("int32_t[]", before)
         code = self._native.lib.lp_draft(self.handle, self._drafts_for.handle, n, *arrays, flags, rows)
+        self._raise_for_draft(code, n)
+
+    def inject(self, positions: Sequence[int], seq_ids: Sequence[int]) -> None:
+        """Compute cells from the states that ``drafts_for`` keeps of these positions, in a context of a DFlash draft.
+
+        As in ``draft``, nothing is checked. Raises ContextFullError and DecodeError.
+        """
+        self.claim()
+        assert self._drafts_for is not None
+        arrays = [self._native.ffi.new("int32_t[]", values) for values in (positions, seq_ids)]
+        code = self._native.lib.lp_inject(self.handle, self._drafts_for.handle, len(positions), *arrays)
+        self._raise_for_draft(code, len(positions))
+
+    def decode_blocks(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
+        """Decode blocks of a DFlash draft after the cells of their sequences. All entries are outputs.
+
+        The entries of a block follow one another. As in ``draft``, nothing is checked. Raises ContextFullError and
+        DecodeError.
+        """
+        new, n = self._native.ffi.new, len(tokens)
+        ids, places, sequences = (new("int32_t[]", values) for values in (tokens, positions, seq_ids))
+        self._raise_for_draft(self.decode_arrays(n, ids, places, sequences, new("int8_t[]", [True] * n)), n)
+
+    def _raise_for_draft(self, code: int, n: int) -> None:
         if code == 1:
             raise ContextFullError(f"no KV cells are left for a draft of {n} tokens")
         if code != 0:

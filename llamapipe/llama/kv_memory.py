@@ -38,7 +38,7 @@ _ATTENDS_WITH_HEADS = frozenset(
 )  # fmt: skip
 # Caches of other kinds: indexers, compressed windows, layers that are computed several times.
 _UNKNOWN = frozenset(
-    {"deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy-v4", "dots3note", "minimax-m3", "qwen4exp", "dflash",
+    {"deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy-v4", "dots3note", "minimax-m3", "qwen4exp",
      "hrm-text", "nanbeige", "exaone4"}
 )  # fmt: skip
 _STATE_BYTES = 4  # of a value of a recurrent state: always float32
@@ -98,7 +98,7 @@ def memory_sizes(
     that gives the size is missing.
     """
     arch = str(metadata.get("general.architecture", ""))
-    if arch in _UNKNOWN:
+    if arch in _UNKNOWN or metadata.get(f"{arch}.hyper_connection_count"):
         return None
     if arch == ASSISTANT:  # its layers read the cells of the model that it drafts for
         return MemorySizes(0, 0, 0, 0)

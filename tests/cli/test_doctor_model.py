@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.assistant_models import assistant, assistant_target
 from support.bert_model import bert_model
+from support.dflash_models import dflash_draft
 from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import (
     damaged_model,
@@ -171,6 +172,15 @@ class TestFacts:
         )
         assert "serve it with" not in words and "memory" not in words
         assert words["KV cells"].detail.startswith("512 bytes for each token")
+
+    def test_a_dflash_file(self, tmp_path: Path) -> None:
+        target = eagle3_target(tmp_path / "model.gguf")
+        words = words_of(look_at(dflash_draft(tmp_path / "draft.gguf", target, None)))
+        assert words["use"].ok and words["use"].detail.startswith("a DFlash draft: it guesses what the model")
+        # Two layers have two heads of 32 keys and values, in 16 bits.
+        assert words["KV cells"].detail.startswith("512 bytes for each token")
+        words = words_of(look_at(dflash_draft(tmp_path / "large.gguf", target, None, block=100)))
+        assert not words["use"].ok and "its blocks have 100 tokens" in str(words["use"])
 
     def test_an_assistant(self, tmp_path: Path) -> None:
         """It has no cells, and is no MTP layer."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.assistant_models import assistant, assistant_target
+from support.dflash_models import dflash_draft
 from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_models import tiny_model
 from support.mtp_models import mtp_model
@@ -78,9 +80,10 @@ def test_layers_that_draft_have_cells_and_states(tmp_path: Path) -> None:
     assert mtp - auto == 2 * 2 * sizes.state > 0
 
 
-def test_an_eagle3_draft_takes_states_of_its_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [eagle3_draft, dflash_draft])
+def test_a_draft_takes_states_of_its_model(tmp_path: Path, write: Callable[[Path, Path], Path]) -> None:
     model = eagle3_target(tmp_path / "m.gguf")
-    draft = eagle3_draft(tmp_path / "d.gguf", model)
+    draft = write(tmp_path / "d.gguf", model)
     info, of_draft = check_gguf(model), check_gguf(draft)
     none, both = (need_of(info, False, OPTIONS | {"draft": one}).n_bytes for one in (None, str(draft)))
     alone = need_of(of_draft, False, OPTIONS | {"cache_bytes": 0}).n_bytes

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import every_architecture
 from support.assistant_models import assistant, assistant_target
+from support.dflash_models import dflash_draft
 from support.eagle3_models import eagle3_draft, eagle3_target
 from support.every_architecture import architectures
 from support.gguf_fuzz_worker import use
@@ -137,9 +138,12 @@ def test_damaged_models(tmp_path: Path) -> None:
 def test_damaged_drafts(tmp_path: Path) -> None:
     """Files that draft for a model and read what it computes, or its cells; they must fit it."""
     models = [eagle3_target(tmp_path / "m0.gguf"), assistant_target(tmp_path / "m1.gguf")]
+    models += [models[0]] * 2
     drafts = [
         eagle3_draft(tmp_path / "d0.gguf", models[0], 0.6),
         assistant(tmp_path / "d1.gguf", models[1], 0.6),
+        dflash_draft(tmp_path / "d2.gguf", models[0], None, window=24, has_sections=True),
+        dflash_draft(tmp_path / "d3.gguf", models[0], None, is_dspark=True),
     ]
     bases = [Path(f"{draft}={model}") for draft, model in zip(drafts, models, strict=True)]
     n = N_MUTANTS // 3

@@ -32,12 +32,19 @@ TARGETS = {
     "qwen3": Architecture("qwen3", 4, 4, 4096, _SIZES, {}),
     "qwen3moe": Architecture("qwen3moe", 4, 4, 4096, _SIZES | _EXPERTS, {}),
     "qwen35": ARCHITECTURES["qwen3.5-0.8b"].shrunk(),
+    "qwen35moe": ARCHITECTURES["qwen3.6-35b-a3b"].shrunk(),
+    "gemma4": ARCHITECTURES["gemma4-e2b"].shrunk(),
+    "gpt-oss": ARCHITECTURES["gpt-oss-20b"].shrunk(),
+    "lfm2": ARCHITECTURES["lfm2-1.2b"].shrunk(),
 }
 
 
-def eagle3_target(path: Path, architecture: str = "llama") -> Path:
-    """A model that writes the next token of the vocabulary after each, with little effect of its layers."""
-    shape = replace(TARGETS[architecture], tied=False, mtp_noise=0.0)
+def eagle3_target(path: Path, architecture: str = "llama", tied: bool = False) -> Path:
+    """A model that writes the next token of the vocabulary after each, with little effect of its layers.
+
+    ``tied``: its output matrix is the embedding, so that it writes the same token again.
+    """
+    shape = replace(TARGETS[architecture], tied=tied, mtp_noise=0.0)
     return make_model(path, shape=shape, type_name="f32", vocab="builtin-bpe")
 
 

@@ -19,16 +19,16 @@ An error of the draft model, such as missing memory, ends no request: nothing is
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.prefix_tree import n_common
 from llamapipe._engine.policy.speculation import EVERY, Guess, Mean, StepTimes, Worth
-from llamapipe._engine.runtime.draft_checks import check_assistant, check_draft, check_eagle3
+from llamapipe._engine.runtime.draft_checks import check_assistant, check_draft, check_state_draft
 from llamapipe.errors import BackendError, ContextFullError, DecodeError
-from llamapipe.gguf.draft_file import ASSISTANT, target_layers
+from llamapipe.gguf.draft_file import ASSISTANT, Blocks, blocks_of, target_layers
 from llamapipe.llama.batch import DecodeBatch
 from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import n_draft_states
@@ -52,6 +52,9 @@ _LEAST_COPY = 16  # tokens of a prefix that is worth a copy
 _LONGEST = 256  # tokens that a request is expected to generate at most
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
+# Entries of a decode of blocks, if one block has no more; each has a row of the whole vocabulary.
+_BLOCK_ROWS = 64
+_SMALL_BLOCK = 0.5  # of the time of the smallest known decode of blocks that a smaller one takes at least
 _Drafting = TypeVar("_Drafting", bound="DraftModel")
 
 
@@ -263,7 +266,8 @@ class DraftModel:
             entries = []
             draft_s = self._of(len(ends)) / len(ends) if ends else 0.0
             for request, best, probability in ends:
-                if self._take(drafts, request, best, probability, draft_s):
+                may_follow = self._take(drafts, request, best, probability)
+                if may_follow and self._is_worth_more(drafts, request, draft_s):
                     if len(drafts.tokens[request]) == 1:
                         self._before_drafted(request.slot)
                     entries.append((request, (best,)))
@@ -285,10 +289,10 @@ class DraftModel:
                 entries.append((request, missing))
         return entries
 
-    def _take(self, drafts: _Drafts, request: Request, best: int, probability: float, draft_s: float) -> bool:
+    def _take(self, drafts: _Drafts, request: Request, best: int, probability: float) -> bool:
         """Add the most probable next token to a request's draft if it is sure enough.
 
-        Return whether one more token is worth the expected ``draft_s`` seconds to draft it.
+        Return whether another one may follow.
         """
         held, draft, worth = self._held[request.slot], drafts.tokens.setdefault(request, []), drafts.worth
         if not draft:
@@ -307,10 +311,14 @@ class DraftModel:
         held.n_sure += 1
         if request.sampler is not None and request.sampler.expect(draft) < len(draft):
             return False  # the rest would follow a token that cannot be right
-        if len(draft) == drafts.chosen[request] or len(held.tokens) == self._context.n_ctx:
-            return False
+        return len(draft) < drafts.chosen[request] and len(held.tokens) < self._context.n_ctx
+
+    def _is_worth_more(self, drafts: _Drafts, request: Request, draft_s: float) -> bool:
+        """Return whether one more token is worth the expected seconds to draft it."""
+        held, worth = self._held[request.slot], drafts.worth
         sure = held.sure.mean
-        return chance * sure * held.right.mean >= worth.rate * (sure * worth.row_s + draft_s)
+        expected = drafts.chances[request] * sure * held.right.mean
+        return expected >= worth.rate * (sure * worth.row_s + draft_s)
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
         """Compute tokens after the held ones.
@@ -537,6 +545,112 @@ class AssistantDraft(DraftModel):
         return True  # the cells are the engine's
 
 
+class DFlashDraft(MtpLayer):
+    """Drafts with a DFlash or DSpark file: a few layers that compute all tokens of a draft in one decode.
+
+    Its cells are not those of tokens: they are computed from earlier inputs of some of the model's layers
+    (``Context.inject``). A draft is a block: the request's last token, whose inputs are not known yet, and a mask token
+    for each drafted one. The tokens of a block see all others of it, so a decode has whole blocks. Their cells are
+    removed after it.
+    """
+
+    _most_missing = 256
+
+    def __init__(self, context: Context, target: Context, n_room: int, blocks: Blocks) -> None:
+        super().__init__(context, target, n_room)
+        self.times = StepTimes(_SMALL_BLOCK)  # of decodes of blocks
+        self._n_room = n_room
+        self._blocks = blocks
+        self._injections = StepTimes(least_part=0.0)  # by the number of cells
+
+    def guess(self, request: Request, n: int) -> Guess | None:
+        return super().guess(request, min(n, self._blocks.n_most))
+
+    def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
+        if not any(chosen.values()):
+            return 0.0
+        seconds, n_new = self._rest.of(1), 0
+        for request, n in chosen.items():
+            n_missing = self._held[request.slot].n_missing - 1
+            n_new += min(n_missing, n + 1)
+            if n_missing > n + 1:
+                n_left = min(request.max_tokens - request.n_generated, _LONGEST)
+                share = 1.0 if whole else min((n + 1) / max(n_left, 1), 1.0)
+                seconds += self._injections.of(_rounded(n_missing)) * share
+        groups = self._groups(chosen, chosen)
+        n_entries = [sum(self._blocks.n_entries(chosen[request]) for request in group) for group in groups]
+        return seconds + self._injections.of(_rounded(n_new)) + sum(map(self._of, n_entries))
+
+    def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
+        drafts = _Drafts(chosen, worth)
+        try:
+            self._inject(self._missing(chosen))
+            ready = [r for r in chosen if len(self._held[r.slot].tokens) == len(r.tokens) - 1]
+            for group in self._groups(ready, chosen):
+                self._decode_blocks(group, drafts)
+        finally:
+            for request in chosen:  # also the cells of a call that failed
+                self._context.seq_remove(request.slot, len(self._held[request.slot].tokens))
+        return drafts.ready()
+
+    def _inject(self, entries: _Entries) -> None:
+        """Compute the cells of missing tokens but the last of a request."""
+        positions: list[int] = []
+        seq_ids: list[int] = []
+        new: list[tuple[_Held, Sequence[int]]] = []
+        for request, missing in entries:
+            held = self._held[request.slot]
+            first = len(held.tokens)
+            tokens = missing[: len(request.tokens) - 1 - first]
+            positions.extend(range(first, first + len(tokens)))
+            seq_ids.extend([request.slot] * len(tokens))
+            new.append((held, tokens))
+        if positions:
+            self._context.inject(positions, seq_ids)
+            self._note(self._injections, len(positions))
+        for held, tokens in new:
+            held.tokens += tokens
+
+    def _groups(self, requests: Iterable[Request], chosen: Mapping[Request, int]) -> list[list[Request]]:
+        """Return the requests whose blocks are computed together."""
+        groups: list[list[Request]] = []
+        n_entries = 0
+        for request in sorted(requests, key=lambda r: chosen[r]):
+            n = self._blocks.n_entries(chosen[request])
+            is_other = groups and self._blocks.is_even and chosen[groups[-1][0]] != chosen[request]
+            if not groups or is_other or n_entries + n > self._context.n_ubatch:
+                groups.append([])
+                n_entries = 0
+            groups[-1].append(request)
+            n_entries += n
+        return groups
+
+    def _decode_blocks(self, group: Sequence[Request], drafts: _Drafts) -> None:
+        batch = _Batch([], [], [], [], [])
+        begins: list[int] = []
+        for request in group:
+            n, last = self._blocks.n_entries(drafts.chosen[request]), len(request.tokens) - 1
+            begins.append(len(batch.tokens) + self._blocks.first)
+            batch.tokens.extend((request.tokens[last], *[self._blocks.mask] * (n - 1)))
+            batch.positions.extend(range(last, last + n))
+            batch.seq_ids.extend([request.slot] * n)
+        self._compute(batch)
+        for request, begin in zip(group, begins, strict=True):
+            for row in range(begin, begin + drafts.chosen[request]):
+                if not self._take(drafts, request, *self._context.best(row)):
+                    break
+        self._note(self.times, len(batch.tokens))
+
+    def _compute(self, batch: _Batch) -> None:
+        self._context.decode_blocks(batch.tokens, batch.positions, batch.seq_ids)
+
+    def _note(self, times: StepTimes, n: int) -> None:
+        """Note what a decode of ``n`` entries took, which began at the end of the one before."""
+        now_s = perf_counter()
+        times.observe(_rounded(n), now_s - self._since_s)
+        self._since_s = now_s
+
+
 def _rounded(n: int) -> int:
     return n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED
 
@@ -564,7 +678,7 @@ def _with_states(
 
 
 def _make_eagle3(target: Context, draft: Model, n_room: int) -> DraftModel:
-    check_eagle3(target.model, draft)
+    check_state_draft(target.model, draft)
     # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
     options = {"n_ubatch": _EAGLE3_ROWS, "n_more_outputs": _EAGLE3_ROWS}
     context = _context_beside(target, draft, drafts_for=target, **options)
@@ -592,8 +706,20 @@ def _make_assistant(target: Context, draft: Model, n_room: int) -> DraftModel:
     return _with_states(AssistantDraft(context, target, n_room), target, architecture=ASSISTANT)
 
 
+def _make_dflash(target: Context, draft: Model, n_room: int) -> DraftModel:
+    check_state_draft(target.model, draft)
+    blocks = blocks_of(draft.file_metadata, draft.tensors)
+    n_longest = blocks.n_entries(blocks.n_most)
+    n_rows = max(_BLOCK_ROWS, n_longest, target.n_seq_max)
+    options: dict[str, Any] = dict.fromkeys(("n_batch", "n_ubatch", "n_outputs_max"), n_rows)
+    options["n_cells"] = target.n_cells + target.n_seq_max * n_longest
+    context = _context_beside(target, draft, drafts_for=target, is_causal=blocks.is_causal, **options)
+    drafter = DFlashDraft(context, target, n_room, blocks)
+    return _with_states(drafter, target, target_layers(draft.file_metadata))
+
+
 # Those that read what the engine's model computes.
-_BY_ARCHITECTURE = {"eagle3": _make_eagle3, ASSISTANT: _make_assistant}
+_BY_ARCHITECTURE = {"eagle3": _make_eagle3, "dflash": _make_dflash, ASSISTANT: _make_assistant}
 
 
 def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
@@ -610,15 +736,14 @@ def make_drafter(target: Context, draft: Model, n_room: int) -> DraftModel:
 
 
 def _context_beside(target: Context, model: Model, **options: Any) -> Context:
-    """Make a context with as many sequences and cells as the engine's."""
-    return Context(
-        model,
-        n_ctx=target.n_ctx,
-        n_seq_max=target.n_seq_max,
-        n_cells=target.n_cells,
-        n_batch=max(target.n_ubatch, target.n_seq_max),
-        n_outputs_max=target.n_seq_max,
-        n_threads=target.n_threads,
-        kv_unified=True,
-        **options,
-    )
+    """Make a context with as many sequences and cells as the engine's, unless ``options`` say otherwise."""
+    usual: dict[str, Any] = {
+        "n_ctx": target.n_ctx,
+        "n_seq_max": target.n_seq_max,
+        "n_cells": target.n_cells,
+        "n_batch": max(target.n_ubatch, target.n_seq_max),
+        "n_outputs_max": target.n_seq_max,
+        "n_threads": target.n_threads,
+        "kv_unified": True,
+    }
+    return Context(model, **usual | options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llamapipe.gguf.draft_file import ASSISTANT, assistant_problem, eagle3_problem, not_supported
+from llamapipe.gguf.draft_file import ASSISTANT, assistant_problem, dflash_problem, eagle3_problem
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
 
@@ -58,11 +58,9 @@ def _states_problem(model: Model) -> str:
 def check_draft_file(model: Model, info: GgufInfo) -> None:
     """Refuse a draft file whose metadata does not fit the model. Raises ValueError."""
     problem = ""
-    if reason := not_supported(info.architecture):
-        raise ValueError(f"draft: {info.path.name} {reason}")
-    if info.architecture == "eagle3":
+    if check := {"eagle3": eagle3_problem, "dflash": dflash_problem}.get(info.architecture):
         sizes = (model.architecture, model.n_layer, model.n_embd, model.n_vocab)
-        problem = _states_problem(model) or eagle3_problem(info, *sizes)
+        problem = _states_problem(model) or check(info, *sizes)
     elif info.architecture == ASSISTANT:
         problem = _last_states_problem(model) or assistant_problem(
             info, model.file_metadata, model.n_embd, model.n_vocab
@@ -91,8 +89,8 @@ def check_assistant(model: Model, draft: Model) -> None:
         )
 
 
-def check_eagle3(model: Model, draft: Model) -> None:
-    """Raise ValueError unless an EAGLE-3 draft belongs to a model."""
+def check_state_draft(model: Model, draft: Model) -> None:
+    """Raise ValueError unless an EAGLE-3 or DFlash draft belongs to a model."""
     from llamapipe.gguf.check import check_gguf
 
     check_draft_file(model, check_gguf(draft.path))
@@ -104,8 +102,6 @@ def check_eagle3(model: Model, draft: Model) -> None:
 
 def check_draft(model: Model, draft: Model) -> None:
     """Raise ValueError unless ``draft`` has the model's vocabulary and its drafted tokens can be removed."""
-    if reason := not_supported(draft.architecture):
-        raise ValueError(f"draft: {draft.path.name} {reason}")
     if draft.n_swa:  # tokens are drafted one after the other
         raise ValueError(
             f"draft: the model that drafts, {draft.path.name}, has a sliding window, whose cells others take, "

@@ -13,6 +13,7 @@ enum llama_vocab_type { LLAMA_VOCAB_TYPE_NONE, LLAMA_VOCAB_TYPE_SPM, LLAMA_VOCAB
 enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, LLAMA_SPLIT_MODE_LAYER, LLAMA_SPLIT_MODE_ROW, LLAMA_SPLIT_MODE_TENSOR, ... };
 enum llama_load_mode { LLAMA_LOAD_MODE_AUTO = -1, LLAMA_LOAD_MODE_NONE, LLAMA_LOAD_MODE_MMAP, LLAMA_LOAD_MODE_MLOCK,
                        LLAMA_LOAD_MODE_MMAP_MLOCK, ... };
+enum llama_attention_type { LLAMA_ATTENTION_TYPE_NON_CAUSAL, ... };
 enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO = -1, LLAMA_FLASH_ATTN_TYPE_DISABLED,
                              LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 
@@ -56,6 +57,7 @@ struct llama_context_params {
     uint32_t n_rs_seq;
     uint32_t n_outputs_max;
     int32_t n_threads; int32_t n_threads_batch;
+    enum llama_attention_type attention_type;
     enum llama_flash_attn_type flash_attn_type;
     enum ggml_type type_k; enum ggml_type type_v;
     enum llama_pooling_type pooling_type;

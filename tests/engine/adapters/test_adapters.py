@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.adapters import make_adapter, merged
+from support.dflash_models import dflash_draft
 from support.gguf_models import (
     hybrid_model,
     recurrent_model,
@@ -393,12 +394,14 @@ def test_scores_with_an_adapter(tmp_path: Path, model: lp.Model, path: Path, fil
             engine.score_tokens(PROMPT, adapter=3)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("kind", ["model", "DFlash"])
 def test_a_draft_model_changes_no_text(
-    path: Path, model: lp.Model, alone: dict[tuple[int, int], list[int]]
+    path: Path, model: lp.Model, alone: dict[tuple[int, int], list[int]], kind: str, tmp_path: Path
 ) -> None:
     """Drafts come from a model without adapters: they are guesses, which the adapter's rows accept or not."""
     pairs = [(i, c) for i in range(4) for c in range(5)]
-    with engine_of(model, draft=path) as engine:
+    draft = path if kind == "model" else dflash_draft(tmp_path / "d.gguf", path, None, layers=(0, 1))
+    with engine_of(model, draft=draft) as engine:
         found = engine.generate(
             [prompt_of(i) for i, _ in pairs], [params(CHOICES[c], speculate="draft") for _, c in pairs]
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.assistant_models import assistant, assistant_target
+from support.dflash_models import dflash_draft
 from support.drafting import (
     PROMPTS,
     RANDOM,
@@ -26,7 +27,7 @@ from support.eagle3_models import eagle3_draft, eagle3_target
 from support.plain import plain_loop
 
 import llamapipe as lp
-from llamapipe._engine.runtime.draft import AssistantDraft, DraftModel, Eagle3Draft
+from llamapipe._engine.runtime.draft import AssistantDraft, DFlashDraft, DraftModel, Eagle3Draft
 from llamapipe.errors import DecodeError, InvalidRequestError
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "DFlash": Kind(DFlashDraft, eagle3_target, dflash_draft),
     "EAGLE-3": Kind(Eagle3Draft, eagle3_target, eagle3_draft),
     "assistant": Kind(AssistantDraft, assistant_target, assistant),
 }
@@ -173,6 +175,17 @@ def test_scarce_cells(
         assert {completion.finish_reason for completion in done} == {"length"}
         assert engine.stats().n_accepted_by_model > 0
         engine.check_integrity()
+
+
+def test_drafts_change_no_bit_of_an_invariant_text(
+    make_engine: MakeEngine, model: lp.Model, heads: Heads
+) -> None:
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "batch_invariant": True}
+    with make_engine(model, draft=heads["often right"], **options) as engine:
+        plain = engine.generate(PROMPTS, params(logprobs=2, speculate="off"))
+        for done, expected in zip(engine.generate(PROMPTS, params(logprobs=2)), plain, strict=True):
+            assert (done.token_ids, done.logprobs) == (expected.token_ids, expected.logprobs)
+        assert engine.stats().n_accepted_by_model > 0
 
 
 def test_a_prompt_of_one_token(make_engine: MakeEngine, model: lp.Model, heads: Heads) -> None:

@@ -1,0 +1,264 @@
+"""Make DFlash and DSpark drafts for a model: files with a few layers that guess several next tokens at once.
+
+    python tools/make_dflash.py TARGET.gguf OUT.gguf                 # random weights: always wrong
+    python tools/make_dflash.py TARGET.gguf OUT.gguf --noise 0       # right, for a model of make_model.py --mtp-noise
+
+The layers read the model's last token, a mask token for each guess, and cells that are computed from the inputs of some
+of the model's layers. DSpark adds a part (``markov_w1``, ``markov_w2``) by which a guess depends on the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from make_eagle3 import KINDS, Tensors, output_rows, shape_for
+from make_model import finish, rotation, vocabulary
+
+Right = Literal["states", "token", "guess before"]
+_SHARP = 3.2  # weights of the norms of queries and keys, so that a head attends to one position
+# The first head's part of the result is multiplied by the first number, each further head's by the second one as well:
+# the nearest token that can be read decides.
+_GAIN, _FALL = 1000.0, 0.3
+_NOISE = 5.0  # an EAGLE-3 draft's noise adds up from token to token, and this one's does not
+
+
+@dataclass(frozen=True)
+class DFlashShape:
+    """The sizes of a draft: its layers and width, heads and feed-forward channels, and the layers of its model.
+
+    ``block``: tokens of a block. ``mask``: the mask token. ``window``: positions that the first of two layers sees.
+    ``has_sections``: positions have four parts, as those of models for images do, of which only the first counts.
+    ``is_dspark``: the guess after a guess depends on it. ``from_anchor``: of DSpark, the block's first token gives the
+    first guess.
+    """
+
+    n_layers: int
+    width: int
+    heads: int
+    heads_kv: int
+    head: int
+    ffn: int
+    context: int
+    layers: tuple[int, ...]
+    mask: int
+    block: int = 8
+    freq_base: float = 10_000.0
+    eps: float = 1e-5
+    window: int = 0
+    has_sections: bool = False
+    is_causal: bool = False
+    is_dspark: bool = False
+    from_anchor: bool = True
+
+    def dims(self, n_vocab: int, n_guessed: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors, in numpy's order, without embeddings. ``n_guessed``: tokens of d2t."""
+        width, kv = self.width, self.head * self.heads_kv
+        dims: dict[str, tuple[int, ...]] = {
+            "fc.weight": (width, len(self.layers) * width),
+            "enc.output_norm.weight": (width,),
+            "output_norm.weight": (width,),
+            "output.weight": (n_guessed, width),
+        }
+        for i in range(self.n_layers):
+            dims |= {
+                f"blk.{i}.attn_norm.weight": (width,),
+                f"blk.{i}.attn_q.weight": (self.heads * self.head, width),
+                f"blk.{i}.attn_k.weight": (kv, width),
+                f"blk.{i}.attn_v.weight": (kv, width),
+                f"blk.{i}.attn_output.weight": (width, self.heads * self.head),
+                f"blk.{i}.attn_q_norm.weight": (self.head,),
+                f"blk.{i}.attn_k_norm.weight": (self.head,),
+                f"blk.{i}.ffn_norm.weight": (width,),
+                f"blk.{i}.ffn_gate.weight": (self.ffn, width),
+                f"blk.{i}.ffn_up.weight": (self.ffn, width),
+                f"blk.{i}.ffn_down.weight": (width, self.ffn),
+            }
+        if self.is_dspark:
+            dims |= {"markov_w1.weight": (n_vocab, width), "markov_w2.weight": (n_guessed, width)}
+        return dims
+
+
+def dflash_shape(target: str | os.PathLike[str], ffn: int | None = None, **sizes: Any) -> DFlashShape:
+    """A draft of the model's width and heads that reads an early, a middle and a late layer. ``sizes``: others."""
+    like = shape_for(target, ffn)
+    mask = len(vocabulary(os.fspath(target))["tokenizer.ggml.tokens"].value) - 1
+    shape = DFlashShape(
+        2, like.width, like.heads, like.heads_kv, like.head, like.ffn, like.context, like.layers, mask,
+        freq_base=like.freq_base,
+    )  # fmt: skip
+    return replace(shape, **sizes)
+
+
+def write_dflash(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    shape: DFlashShape,
+    tensors: Tensors,
+    tokens: Sequence[int] | None,
+    type_name: str = "q8_0",
+) -> Path:
+    """Write a draft with these tensors. ``tokens``: those that it can guess (``d2t``); None: all of the model's.
+
+    It has the model's vocabulary, and its token embeddings unless ``tensors`` has others.
+    """
+    fields = vocabulary(os.fspath(target))
+    writer = gguf.GGUFWriter(os.fspath(path), "dflash")
+    writer.add_name(f"{'DSpark' if shape.is_dspark else 'DFlash'} draft for {Path(target).name}")
+    writer.add_block_count(shape.n_layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.heads_kv)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_rope_dimension_count(shape.head)
+    writer.add_rope_freq_base(shape.freq_base)
+    writer.add_layer_norm_rms_eps(shape.eps)
+    writer.add_vocab_size(len(fields["tokenizer.ggml.tokens"].value))
+    writer.add_array("dflash.target_layers", list(shape.layers))
+    writer.add_uint32("dflash.block_size", shape.block)
+    if shape.is_causal:
+        writer.add_causal_attention(True)
+    if shape.has_sections:
+        writer.add_rope_dimension_sections([shape.head // 2, 0, 0, 0])
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+        writer.add_sliding_window_pattern([i == 0 for i in range(shape.n_layers)])
+    if shape.is_dspark:
+        writer.add_bool("dflash.sample_from_anchor", shape.from_anchor)
+        writer.add_bool("dflash.has_confidence_head", False)
+    for key, field in fields.items():
+        if key != "tokenizer.ggml.mask_token_id":
+            writer.add_key_value(key, field.value, field.type, field.sub_type)
+    writer.add_mask_token_id(shape.mask)
+    for name, tensor in tensors.items():
+        kind = KINDS[type_name] if tensor.ndim > 1 else KINDS["f32"]
+        data = gguf.quants.quantize(tensor.astype(np.float32), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    if tokens is not None:
+        writer.add_tensor("d2t", np.array(tokens, np.int64))
+    finish(writer)
+    return Path(path)
+
+
+def random_tensors(
+    shape: DFlashShape, n_vocab: int, n_guessed: int | None = None, seed: int = 1
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights; the logits of a row have a standard deviation of 3, as those of trained models."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, dims in shape.dims(n_vocab, n_vocab if n_guessed is None else n_guessed).items():
+        values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
+        tensors[name] = (values * (3.0 if name == "output_norm.weight" else 1.0)).astype(np.float32)
+    return tensors
+
+
+def right_shape(shape: DFlashShape, right: Right) -> DFlashShape:
+    """The sizes with which ``right_tensors`` can be right: a head for each distance of a guess from what it reads."""
+    heads = shape.block if right == "states" else shape.block - 1
+    base = 4.0  # positions differ in all pairs of numbers, and none repeats within a context
+    return replace(shape, n_layers=1, heads=heads, heads_kv=1, head=shape.width, freq_base=base, window=0)
+
+
+def right_tensors(
+    shape: DFlashShape,
+    target: str | os.PathLike[str],
+    tokens: Sequence[int] | None,
+    noise: float,
+    right: Right = "states",
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights for a model that writes the next token of its vocabulary (``make_model.py --mtp-noise``).
+
+    ``noise``: in the layer; 0: it is right. ``right``: by what it is: the model's states of the tokens before the last
+    one, that token, or (DSpark) the guess before. Head n attends to what is n positions before a guess and turns it n
+    times, as the model's embeddings turn from token to token. Masks, and what is not to be read, have only the channel
+    that all tokens share, which says nothing.
+    """
+    width, turn = shape.width, rotation(shape.width)
+    rows = output_rows(target)
+    n_vocab = len(rows)
+    shared = np.zeros(width)
+    shared[0] = np.sqrt(width)
+    embeddings = np.tile(shared, (n_vocab, 1)) if right != "token" else _embeddings(target)
+    embeddings[shape.mask] = shared
+    n_pairs = width // 2
+    slopes = shape.freq_base ** (-np.arange(n_pairs) / n_pairs)
+    others = np.eye(width)
+    others[0, 0] = 0.0
+    rng = np.random.default_rng(7)
+    queries, outputs = [], []
+    for n in range(1, shape.heads + 1):
+        query = np.concatenate([np.cos(n * slopes), -np.sin(n * slopes)])
+        queries.append(np.outer(query, np.eye(width)[0]))
+        noisy = _NOISE * noise * rng.standard_normal(turn.shape) / np.sqrt(width)
+        outputs.append(_GAIN * _FALL ** (n - 1) * (np.linalg.matrix_power(turn, n - 1) + noisy))
+    key = np.outer(np.concatenate([np.ones(n_pairs), np.zeros(n_pairs)]), np.eye(width)[0])
+    guessed = rows if tokens is None else rows[list(tokens)]
+    states = np.eye(width) if right == "states" else np.eye(width) - others
+    tensors: dict[str, npt.NDArray[Any]] = {**random_tensors(shape, n_vocab, len(guessed))}
+    tensors |= {
+        "fc.weight": np.concatenate([states, *[np.zeros((width, width))] * (len(shape.layers) - 1)], axis=1),
+        "blk.0.attn_q.weight": np.concatenate(queries),
+        "blk.0.attn_k.weight": key,
+        "blk.0.attn_v.weight": others if right != "guess before" else np.zeros((width, width)),
+        "blk.0.attn_output.weight": np.concatenate(outputs, axis=1),
+        "blk.0.attn_q_norm.weight": np.full(width, _SHARP),
+        "blk.0.attn_k_norm.weight": np.full(width, _SHARP),
+        "blk.0.ffn_down.weight": np.zeros((width, shape.ffn)),
+        "output.weight": guessed,
+        "token_embd.weight": embeddings,
+    }
+    if shape.is_dspark:
+        by_guess = right == "guess before"
+        tensors["markov_w1.weight"] = _embeddings(target) if by_guess else np.zeros((n_vocab, width))
+        tensors["markov_w2.weight"] = 3.0 * guessed
+    return {name: values.astype(np.float32) for name, values in tensors.items()}
+
+
+def _embeddings(target: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
+    embeddings = next(t for t in gguf.GGUFReader(target).tensors if t.name == "token_embd.weight")
+    rows: npt.NDArray[np.float32] = gguf.quants.dequantize(embeddings.data, embeddings.tensor_type)
+    return rows.copy()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "--tokens", type=int, default=0, metavar="N", help="of d2t; 0: all of the model's (0)"
+    )
+    parser.add_argument("--noise", type=float, help="of a right draft; default: the draft is random")
+    parser.add_argument("--layers", type=int, default=2, help="of a random draft (2)")
+    parser.add_argument("--block", type=int, default=8, metavar="N", help="tokens of a block (8)")
+    parser.add_argument("--dspark", action="store_true", help="a guess depends on the one before it")
+    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
+    args = parser.parse_args(argv)
+    shape = dflash_shape(args.target, n_layers=args.layers, block=args.block, is_dspark=args.dspark)
+    n_vocab = len(vocabulary(os.fspath(args.target))["tokenizer.ggml.tokens"].value)
+    tokens = list(range(0, n_vocab, max(n_vocab // args.tokens, 1)))[: args.tokens] if args.tokens else None
+    if args.noise is None:
+        tensors = random_tensors(shape, n_vocab, None if tokens is None else len(tokens))
+        if tokens is None:  # the model lends its own
+            del tensors["output.weight"]
+    else:
+        shape = right_shape(shape, "states")
+        tensors = right_tensors(shape, args.target, tokens, args.noise)
+    path = write_dflash(args.out, args.target, shape, tensors, tokens, args.type_name)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

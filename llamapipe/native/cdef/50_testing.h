@@ -40,6 +40,7 @@ typedef struct {
     const void * weights;  // in the form of files
     enum lp_weights_form form;  // that the product reads
     bool is_ours;               // floats are multiplied by our loops
+    bool varies;                // results may depend on the number of rows
     int64_t first_view_row, n_view_rows;  // of each matrix; 0: all
     int64_t x_stride, nx1, nx2;           // of activations: floats from row to row; rows of a matrix, or of a token; matrices or tokens
     const float * x;

@@ -7,9 +7,10 @@
 
 namespace lp::kernels {
 
-// avx2: with FMA and F16C. avx512: F, DQ, BW and VL, with avx2. Also whether the system saves the registers.
+// avx2: with FMA and F16C. avx512: F, DQ, BW and VL, with avx2. amx_bf16: with avx512_vnni and conversions to bfloat16. Also
+// whether the system saves the registers.
 struct Processor {
-    bool avx2 = false, avx512 = false, avx512_vnni = false, avx_vnni = false;
+    bool avx2 = false, avx512 = false, avx512_vnni = false, avx_vnni = false, amx_bf16 = false;
 };
 
 // The registers A, B, C and D; zeros if the processor does not have the leaf. Not <cpuid.h>: Windows' headers have other
@@ -37,7 +38,10 @@ inline const Processor &processor() {
         mine.avx2               = (saved & 0x06) == 0x06 && (extended[1] & 1u << 5);
         mine.avx512             = mine.avx2 && (saved & 0xe6) == 0xe6 && (~extended[1] & avx512) == 0;
         mine.avx512_vnni        = mine.avx512 && (extended[2] & 1u << 11);
-        mine.avx_vnni           = mine.avx2 && extended[0] >= 1 && (cpuid(7, 1)[0] & 1u << 4);
+        const uint32_t more     = extended[0] >= 1 ? cpuid(7, 1)[0] : 0;
+        mine.avx_vnni           = mine.avx2 && (more & 1u << 4);
+        const uint32_t tiles = 3u << 17, amx = 1u << 22 | 1u << 24;  // their configuration and data; BF16, TILE
+        mine.amx_bf16 = mine.avx512_vnni && (more & 1u << 5) && (saved & tiles) == tiles && (~extended[3] & amx) == 0;
         return mine;
     }();
     return found;

@@ -24,6 +24,7 @@
 #include "shared_cells.hpp"
 #include "system.hpp"
 #include "tensors.hpp"
+#include "tile_products.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -49,6 +50,7 @@ constexpr int    kMaxRows       = 256;  // the same as a number
 
 thread_local Packing *t_packing = nullptr;
 thread_local bool t_attends = false, t_multiplies = false;  // the graphs of this thread use our attention, our products of floats
+thread_local bool t_varies                 = false;  // and their results may depend on the number of rows
 thread_local bool t_is_planning            = false;  // this thread plans a graph
 thread_local uint32_t           t_plan     = 0;
 thread_local const RowAdapters *t_adapters = nullptr;  // of the rows of these graphs
@@ -122,11 +124,34 @@ struct Group {
     int64_t     first, n;
 };
 
+// An operation's own place for what is decided when its graph is planned: the end of its parameters, where ggml has none.
+template <typename T> char *place_of(const ggml_tensor *op) {
+    static_assert(sizeof(T) <= GGML_MAX_OP_PARAMS - 4 * sizeof(int32_t));
+    return reinterpret_cast<char *>(const_cast<int32_t *>(op->op_params)) + GGML_MAX_OP_PARAMS - sizeof(T);
+}
+
+template <typename T> T read_mark(const ggml_tensor *op) {
+    T mark;
+    memcpy(&mark, place_of<T>(op), sizeof mark);
+    return mark;
+}
+
+template <typename T> void write_mark(const ggml_tensor *op, const T &mark) { memcpy(place_of<T>(op), &mark, sizeof mark); }
+
+// Tiles multiply all rows of a product with one matrix.
+const TileKernel *tiles_for(const ggml_tensor *op) {
+    const ggml_tensor *w = op->src[0];
+    const bool         fits =
+            t_varies && op->op == GGML_OP_MUL_MAT && w->ne[2] * w->ne[3] == 1 && ggml_nrows(op->src[1]) >= kLeastTileRows;
+    return fits ? find_tiles(w->type) : nullptr;
+}
+
 // Where things are in the work buffer, which ggml's threads share.
 struct Layout {
-    size_t row_bytes, counter = 0, n_groups, groups, starts, rows, results, quantized, bytes;
+    size_t row_bytes, counter = 0, n_groups, groups, starts, rows, results, quantized, scratch, bytes;
 
-    Layout(const Kernel *kernel, const ggml_tensor *op) : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
+    Layout(const Kernel *kernel, const TileKernel *tiles, const ggml_tensor *op, int n_threads)
+        : row_bytes(padded(kernel->row_bytes(op->src[1]->ne[0]))) {
         const size_t n_matrices = op->src[0]->ne[2] * op->src[0]->ne[3];
         const size_t n_results = ggml_nrows(op), n_rows = ggml_nrows(op->src[1]);
         n_groups  = counter + kAlignment;
@@ -135,14 +160,16 @@ struct Layout {
         rows      = starts + padded((n_matrices + 1) * sizeof(int64_t));
         results   = rows + padded(n_results * sizeof(void *));
         quantized = results + padded(n_results * sizeof(float *));
-        bytes     = quantized + n_rows * row_bytes;
+        scratch   = quantized + (tiles ? tile_rows_bytes(op->src[1]->ne[0], n_rows) : n_rows * row_bytes);
+        bytes     = scratch + (tiles ? n_threads * tile_scratch_bytes : 0);
     }
 };
 
 class Product {
 public:
     Product(const ggml_compute_params *params, ggml_tensor *op)
-        : op_(op), all_(whole(op->src[0])), weights_(all_), layout_(weights_.kernel, op), ith_(params->ith), nth_(params->nth),
+        : op_(op), all_(whole(op->src[0])), weights_(all_), tiles_(read_mark<const TileKernel *>(op)),
+          layout_(weights_.kernel, tiles_, op, params->nth), ith_(params->ith), nth_(params->nth),
           work_(aligned(params->wdata, kAlignment)), pool_(params->threadpool) {
         GGML_ASSERT(params->wsize >= layout_.bytes + kAlignment);
     }
@@ -154,7 +181,10 @@ public:
         }
         quantize();
         barrier(pool_);
-        multiply();
+        if (tiles_)
+            multiply_tiles();
+        else
+            multiply();
     }
 
 private:
@@ -226,7 +256,10 @@ private:
             const int64_t row = i / n_blocks, first = i % n_blocks, last = std::min(n_blocks, first + end - i);
             const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / x->ne[1] / x->ne[2];
             const float  *from = kernels::at<const float>(x, i1, i2, i3);
-            weights_.kernel->quantize(from, x->ne[0], first * block, last * block, quantized(row));
+            if (tiles_)
+                put_row(from, x->ne[0], first * block, last * block, work_ + layout_.quantized, row);
+            else
+                weights_.kernel->quantize(from, x->ne[0], first * block, last * block, quantized(row));
             i += last - first;
         }
     }
@@ -289,9 +322,32 @@ private:
         }
     }
 
+    // Takes pieces of the one matrix, which are some panels, until none is left.
+    void multiply_tiles() const {
+        const Group  &group  = *at<Group>(layout_.groups);
+        const int64_t n_rows = op_->src[0]->ne[1], n_panels = (n_rows + kPanelRows - 1) / kPanelRows;
+        const int64_t n_each  = std::clamp<int64_t>(n_panels / (4 * nth_) / 2 * 2, 2, kTilePanels);
+        auto         &next    = *at<std::atomic<int64_t>>(layout_.counter);
+        void         *scratch = work_ + layout_.scratch + ith_ * tile_scratch_bytes;
+        for (int64_t i = ith_; i * n_each < n_panels; i = next.fetch_add(1, std::memory_order_relaxed)) {
+            const int64_t p = i * n_each, n = std::min(n_each, n_panels - p);
+            for (int64_t row = 0; row < group.n; row += kTileRows) {
+                const int64_t n_at_once = std::min<int64_t>(kTileRows, group.n - row);
+                float        *y[kTileRows];
+                for (int64_t j = 0; j < n_at_once; j++) {
+                    y[j] = at<float *>(layout_.results)[row + j] + p * kPanelRows;
+                }
+                tiles_->multiply(group.panels + p * weights_.panel_bytes, n, std::min(n * kPanelRows, n_rows - p * kPanelRows),
+                                 weights_.n_columns, tile_rows(work_ + layout_.quantized, weights_.n_columns, row), n_at_once, y,
+                                 scratch);
+            }
+        }
+    }
+
     ggml_tensor       *op_;
     const ggml_tensor *all_;
     const Weights      weights_;
+    const TileKernel  *tiles_;  // or null
     const Layout       layout_;
     const int          ith_, nth_;
     char              *work_;
@@ -299,9 +355,11 @@ private:
 };
 
 struct Traits : ggml::cpu::tensor_traits {
-    bool work_size(int, const ggml_tensor *op, size_t &size) override {
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
         GGML_ASSERT(can_multiply(op->src[0]) && "packed weights can be multiplied only");
-        size = Layout(Weights(whole(op->src[0])).kernel, op).bytes + kAlignment;
+        const TileKernel *tiles = tiles_for(op);
+        write_mark(op, tiles);
+        size = Layout(Weights(whole(op->src[0])).kernel, tiles, op, n_threads).bytes + kAlignment;
         return true;
     }
 
@@ -326,15 +384,10 @@ struct OtherTraits : ggml::cpu::tensor_traits {
         uint32_t           plan       = 0;
         const ggml_tensor *copy       = nullptr;  // of an operation with states
     };
-    static_assert(sizeof(Mark) <= GGML_MAX_OP_PARAMS - 4 * sizeof(int32_t));
 
-    static Mark read(const ggml_tensor *op) {
-        Mark mark;
-        memcpy(&mark, place_of_mark(op), sizeof mark);
-        return mark;
-    }
+    static Mark read(const ggml_tensor *op) { return read_mark<Mark>(op); }
 
-    static void write(const ggml_tensor *op, const Mark &mark) { memcpy(place_of_mark(op), &mark, sizeof mark); }
+    static void write(const ggml_tensor *op, const Mark &mark) { write_mark(op, mark); }
 
     // Nobody reads the states that it would gather.
     static void replace(const ggml_tensor *gather) {
@@ -351,11 +404,6 @@ struct OtherTraits : ggml::cpu::tensor_traits {
             t_plan        = ++n_plans;
         }
         return t_plan;
-    }
-
-    // At the end of an operation's parameters, where ggml has none.
-    static char *place_of_mark(const ggml_tensor *op) {
-        return reinterpret_cast<char *>(const_cast<int32_t *>(op->op_params)) + GGML_MAX_OP_PARAMS - sizeof(Mark);
     }
 
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
@@ -739,10 +787,12 @@ PackingScope::PackingScope(Packing *packing) noexcept : outer_(t_packing) { t_pa
 
 PackingScope::~PackingScope() { t_packing = outer_; }
 
-ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters *adapters, SharedCells *shares) noexcept
-    : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_adapters_(t_adapters), outer_shares_(t_shares) {
+ComputeScope::ComputeScope(bool attends, bool multiplies, bool varies, const RowAdapters *adapters, SharedCells *shares) noexcept
+    : outer_attends_(t_attends), outer_multiplies_(t_multiplies), outer_varies_(t_varies), outer_adapters_(t_adapters),
+      outer_shares_(t_shares) {
     t_attends    = attends;
     t_multiplies = multiplies;
+    t_varies     = varies;
     t_adapters   = adapters;
     t_shares     = shares;
 }
@@ -750,6 +800,7 @@ ComputeScope::ComputeScope(bool attends, bool multiplies, const RowAdapters *ada
 ComputeScope::~ComputeScope() {
     t_attends    = outer_attends_;
     t_multiplies = outer_multiplies_;
+    t_varies     = outer_varies_;
     t_adapters   = outer_adapters_;
     t_shares     = outer_shares_;
 }

@@ -61,17 +61,18 @@ private:
 class RowAdapters;
 class SharedCells;
 
-// While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's. Their rows
+// While one lives, the graphs that this thread computes use our attention and our products of floats, or ggml's. `varies`: a
+// row's result may depend on how many are computed with it, where many are faster otherwise (tile_products.hpp). Their rows
 // have adapters of their own, unless `adapters` is null. `shares`: which sequences of a cache have the same cells, or null.
 class ComputeScope {
 public:
-    ComputeScope(bool attends, bool multiplies, const RowAdapters *adapters, SharedCells *shares) noexcept;
+    ComputeScope(bool attends, bool multiplies, bool varies, const RowAdapters *adapters, SharedCells *shares) noexcept;
     ~ComputeScope();
     ComputeScope(const ComputeScope &)            = delete;
     ComputeScope &operator=(const ComputeScope &) = delete;
 
 private:
-    bool               outer_attends_, outer_multiplies_;
+    bool               outer_attends_, outer_multiplies_, outer_varies_;
     const RowAdapters *outer_adapters_;
     SharedCells       *outer_shares_;
 };

@@ -180,7 +180,8 @@ template <typename Body> int Context::compute(const BatchArrays *mixed, Body &&b
     if (is_mixed) {
         row_adapters_.prepare(mixed->n, mixed->seq_ids, mixed->outputs);
     }
-    const lp::kernels::ComputeScope scope(attends_, multiplies_, is_mixed ? &row_adapters_ : nullptr, shares_.get());
+    const lp::kernels::ComputeScope scope(attends_, multiplies_, !multiplies_, is_mixed ? &row_adapters_ : nullptr,
+                                          shares_.get());
     std::unique_lock<std::mutex>    lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();

@@ -258,7 +258,7 @@ int lp_media_encode(lp_media *media, const lp_media_chunks *chunks, int i, int n
         const mtmd_input_chunk         *chunk = mtmd.input_chunks_get(chunks->chunks, i);
         lp::set_error("libmtmd could not encode it; the log llamapipe.native says why");
         const ThreadsScope              threads(n_threads);
-        const lp::kernels::ComputeScope scope(media->has_kernels, media->has_kernels, nullptr, nullptr);
+        const lp::kernels::ComputeScope scope(media->has_kernels, media->has_kernels, false, nullptr, nullptr);
         media->is_broken = true;  // should it be left by a long jump
         const int code   = lp::without_faults(-1, [&] { return mtmd.encode_chunk(media->ctx, chunk); });
         media->is_broken = throwing.happened();

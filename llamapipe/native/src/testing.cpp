@@ -151,8 +151,8 @@ Backend backend_with(ggml_backend_dev_t cpu, int n_threads) {
 
 // Computes a graph some times, and writes down how long each took.
 void compute(const Backend &backend, ggml_cgraph *graph, bool is_ours, int n_times, double *seconds,
-             lp::kernels::SharedCells *shares = nullptr) {
-    const lp::kernels::ComputeScope scope(is_ours, is_ours, nullptr, shares);
+             lp::kernels::SharedCells *shares = nullptr, bool varies = false) {
+    const lp::kernels::ComputeScope scope(is_ours, is_ours, varies, nullptr, shares);
     for (int i = 0; i < n_times; i++) {
         const auto start = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
@@ -198,7 +198,7 @@ void compute(const lp_product &p, float *out) {
     if (ids) {
         ggml_backend_tensor_set(ids, p.ids, 0, ggml_nbytes(ids));
     }
-    compute(backend, graph, p.is_ours, p.n_times, p.seconds);
+    compute(backend, graph, p.is_ours, p.n_times, p.seconds, nullptr, p.varies);
     ggml_backend_tensor_get(y, out, 0, ggml_nbytes(y));
 }
 

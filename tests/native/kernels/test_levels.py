@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.kernel_types import NUMBERS, kernel_types
+from support.tiles import needs_tiles
 
 from llamapipe.native.load import missing_features
 
@@ -60,6 +61,14 @@ def test_every_level_gives_the_same_bits(level: str, tmp_path: Path) -> None:
     assert n_equal.keys() == {NUMBERS[name] for name in kernel_types()}, (
         "PANELS has other types than the native library: run python build_native.py --backend cpu"
     )
+    assert min(n_equal.values()) > 100
+
+
+@needs_tiles
+def test_tiles_give_the_same_bits_in_pieces(tmp_path: Path) -> None:
+    out = run(tmp_path, "tiles", "avx512", "pack", "quantize", "tile_products")
+    n_equal = {int(kind): int(n) for kind, n in re.findall(r"type (\d+): (\d+) numbers are equal", out)}
+    assert n_equal.keys() == {NUMBERS[name] for name in kernel_types()}
     assert min(n_equal.values()) > 100
 
 

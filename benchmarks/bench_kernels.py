@@ -186,6 +186,7 @@ def time_product(
             given = {
                 "type": TYPES[name][0], "n_columns": n_columns, "n_rows": n_rows,
                 "n_matrices": n_matrices, "weights": weights, "form": forms[side], "is_ours": side == "auto",
+                "varies": True,  # as in engines without batch_invariant
                 "x_stride": n_columns, "x": ffi.cast("float *", x.ctypes.data),
                 **({"nx1": 1, "nx2": n, "n_used": n_used, "ids": ffi.cast("int32_t *", ids.ctypes.data)}
                    if n_matrices > 1 else {"nx1": n, "nx2": 1}),

@@ -1,5 +1,6 @@
 // Products with tiles: pieces of panels give what all panels at once give. How many numbers of each type are equal; fails if one
 // is not. Weights, activations, scratch and results end at pages that cannot be read. Built and run by test_levels.py.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>

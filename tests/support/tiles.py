@@ -17,7 +17,7 @@ def have_tiles() -> bool:
     """Asks the system, as the kernels do."""
     if sys.platform != "linux" or missing_features(["amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni"]):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
 
 
 needs_tiles = pytest.mark.skipif(

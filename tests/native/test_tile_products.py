@@ -132,20 +132,29 @@ def test_tiles_of_ggml_are_as_they_were() -> None:
     np.testing.assert_array_equal(theirs.compute(), before)
 
 
-def test_they_can_be_turned_off() -> None:
+def test_contexts_use_them_where_that_is_asked_for_and_results_may_vary() -> None:
     program = (
-        "from support.products import *\n"
-        "product = Product('Q4_K', random(1, 96, N_COLUMNS), random(1, 64, N_COLUMNS))\n"
-        "integers = product.compute()\n"
-        "product.varies = True\n"
-        "print((product.compute() == integers).all())\n"
+        "import sys\n"
+        "import llamapipe as lp\n"
+        "from llamapipe.llama.batch import DecodeBatch\n"
+        "from llamapipe.llama.context import Context\n"
+        "with lp.Model(lp.demo_model_path()) as model:\n"
+        "    with Context(model, n_ctx=64, batch_invariant=bool(sys.argv[1])) as context:\n"
+        "        context.decode(DecodeBatch(range(100, 164), range(64), [0] * 64, [1] * 64))\n"
+        "        print(context.logits(63)[:32].tobytes().hex())\n"
     )
-    for value, is_off in (("0", "True"), ("1", "False")):
+
+    def logits(wanted: str, batch_invariant: bool = False) -> str:
+        variables = {"LLAMAPIPE_AMX": wanted, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", program, "x" if batch_invariant else ""],
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "LLAMAPIPE_AMX": value, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, **variables},
         )
-        assert done.stdout.strip() == is_off
+        return done.stdout
+
+    integers = logits("0")
+    assert logits("1") != integers
+    assert logits("1", batch_invariant=True) == integers

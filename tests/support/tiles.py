@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 
 import pytest
@@ -21,6 +20,6 @@ def have_tiles() -> bool:
 
 
 needs_tiles = pytest.mark.skipif(
-    not have_tiles() or os.environ.get("LLAMAPIPE_AMX") == "0",
+    not have_tiles(),
     reason="needs a CPU with AMX, and leave to use it",
 )

@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -276,9 +275,7 @@ void put_row(const float *row, int64_t n_columns, int64_t first, int64_t last, v
 // The system gives a process the memory for tiles only if it asks.
 static bool have_tiles() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    const char   *wanted = getenv("LLAMAPIPE_AMX");
-    return processor().amx_bf16 && !(wanted && strcmp(wanted, "0") == 0) &&
-           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return processor().amx_bf16 && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
 const TileKernel *find_tiles(ggml_type type) {

@@ -27,7 +27,7 @@ struct TileKernel {
                      int64_t n_rows, float *const *y, void *scratch);
 };
 
-// The kernel for a type, or null where there is none: without AMX, if the system refuses it, or with LLAMAPIPE_AMX=0.
+// The kernel for a type, or null where there is none: without AMX, or if the system refuses it.
 const TileKernel *find_tiles(ggml_type type);
 
 // n rows are 16 by 16 together: their bytes, aligned to 64. Rows that nobody writes may have any values.

@@ -12,9 +12,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
+
+// Tiles round otherwise than the kernels for few rows, so a request's text may change with others': users ask for them.
+static bool wants_tiles() {
+    static const char *const wanted = getenv("LLAMAPIPE_AMX");
+    return wanted && strcmp(wanted, "0") != 0;
+}
 
 ggml_backend_t lp::compute_backend(llama_context *ctx, ggml_backend_dev_t device) {
     ggml_backend_sched_t sched = ctx->get_sched();
@@ -180,8 +187,8 @@ template <typename Body> int Context::compute(const BatchArrays *mixed, Body &&b
     if (is_mixed) {
         row_adapters_.prepare(mixed->n, mixed->seq_ids, mixed->outputs);
     }
-    const lp::kernels::ComputeScope scope(attends_, multiplies_, !multiplies_, is_mixed ? &row_adapters_ : nullptr,
-                                          shares_.get());
+    const bool                      varies = !multiplies_ && wants_tiles();
+    const lp::kernels::ComputeScope scope(attends_, multiplies_, varies, is_mixed ? &row_adapters_ : nullptr, shares_.get());
     std::unique_lock<std::mutex>    lock(adapters_mutex(), std::defer_lock);
     if (reserves_) {
         lock.lock();

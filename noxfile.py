@@ -596,12 +596,14 @@ def windows(session: nox.Session) -> None:
         python: tuple[str, ...] = ("python",)
     else:
         root = target_root(WINDOWS)
-        python = ("wine", str(root / "python.exe"))
+        # Under Wine, Python does not start where its output is a file.
+        piped = ("bash", "-o", "pipefail", "-c", '"$@" 2>&1 | cat', "python")
+        python = (*piped, "wine", str(root / "python.exe"))
         session.env.update(WINEPREFIX=str(root / "wine"), WINEDEBUG="-all")
         os.environ["WINEPREFIX"] = session.env["WINEPREFIX"] or ""
         if "AMD64" not in _output([*python, "-c", "import platform; print(platform.machine())"]):
             session.skip(
-                f"no Python for Windows runs here ({python[1]}); on Debian: sudo ci/setup_windows_debian.sh"
+                f"no Python for Windows runs here ({python[-1]}); on Debian: sudo ci/setup_windows_debian.sh"
             )
         wheel = _cross_built(session, WINDOWS, made, "testing=on")
         packages = Path(session.create_tmp()).resolve() / "packages"

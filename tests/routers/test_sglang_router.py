@@ -87,7 +87,7 @@ def streamed(url: str, n: int) -> str:
     """A streamed answer's text; it must end with [DONE]."""
     body = {**GREEDY, "prompt": f"Story {n}:", "stream": True}
     with httpx.stream("POST", f"{url}{PATH}", json=body, timeout=PATIENCE_S) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 

@@ -40,7 +40,7 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     """The events of a stream, which must end with [DONE]."""
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

@@ -132,6 +132,15 @@ def test_tiles_of_ggml_are_as_they_were() -> None:
     np.testing.assert_array_equal(theirs.compute(), before)
 
 
+def test_tiles_of_ggml_are_as_they_were_after_a_fault() -> None:
+    module = native()
+    theirs = Product("Q4_0", random(1, 128, N_COLUMNS), random(1, 64, N_COLUMNS), n_threads=1)
+    theirs.form, theirs.gap = module.lib.LP_WEIGHTS_OF_GGML, 0
+    before = theirs.compute()
+    assert module.lib.lp_cause_fault(module.lib.LP_CAUSE_NULL) != module.ffi.NULL
+    np.testing.assert_array_equal(theirs.compute(), before)
+
+
 def test_contexts_use_them_where_that_is_asked_for_and_results_may_vary() -> None:
     program = (
         "import sys\n"

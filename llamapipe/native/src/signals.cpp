@@ -8,6 +8,11 @@
 #include <cstdint>
 #include <cstdlib>
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace lp {
 
 bool SignalWatch::begin() noexcept {
@@ -86,13 +91,41 @@ void on_fault(int number, siginfo_t *info, void *context) {
     (number == SIGSEGV ? g_null_pointers : g_divisions).forward(info, context);
 }
 
+// A thread's configuration of AMX's tiles. Linux takes it away when it calls a handler and gives it back when that returns, but
+// ours jumps out, and ggml configures a thread's tiles only once: its next product there would end the process.
+class TileConfig {
+public:
+#if defined(__linux__) && defined(__x86_64__)
+    TileConfig() noexcept {
+        constexpr int      kGetPermissions = 0x1022;  // ARCH_GET_XCOMP_PERM
+        constexpr uint64_t kTileData       = 1 << 18;
+        uint64_t           allowed         = 0;
+        // Without permission no thread can have used tiles.
+        if (syscall(SYS_arch_prctl, kGetPermissions, &allowed) == 0 && (allowed & kTileData) != 0) {
+            __asm__ volatile("sttilecfg %0" : "=m"(bytes_));
+        }
+    }
+    void restore() const noexcept {
+        if (bytes_[0] != 0) {  // the palette; 0: no configuration
+            __asm__ volatile("ldtilecfg %0" : : "m"(bytes_));
+        }
+    }
+
+private:
+    unsigned char bytes_[64] = {};
+#else
+    void restore() const noexcept {}
+#endif
+};
+
 }  // namespace
 
 namespace lp {
 
 const char *run_until_fault(void (*work)(void *data), void *data) noexcept {
-    const bool watches_pointers = g_null_pointers.begin(), watches_divisions = g_divisions.begin();
-    Exit       here;
+    const bool       watches_pointers = g_null_pointers.begin(), watches_divisions = g_divisions.begin();
+    const TileConfig tiles;
+    Exit             here;
     here.outer       = t_exit;
     const int number = sigsetjmp(here.buffer, 0);  // the handlers block no signal
     if (number == 0) {
@@ -100,6 +133,9 @@ const char *run_until_fault(void (*work)(void *data), void *data) noexcept {
         work(data);
     }
     t_exit = here.outer;
+    if (number != 0) {
+        tiles.restore();
+    }
     if (watches_divisions) {
         g_divisions.end();
     }

@@ -710,9 +710,10 @@ def _make_dflash(target: Context, draft: Model, n_room: int) -> DraftModel:
     check_state_draft(target.model, draft)
     blocks = blocks_of(draft.file_metadata, draft.tensors)
     n_longest = blocks.n_entries(blocks.n_most)
-    n_rows = max(_BLOCK_ROWS, n_longest, target.n_seq_max)
+    n_cells = target.n_cells + target.n_seq_max * n_longest
+    n_rows = min(max(_BLOCK_ROWS, n_longest, target.n_seq_max), n_cells)
     options: dict[str, Any] = dict.fromkeys(("n_batch", "n_ubatch", "n_outputs_max"), n_rows)
-    options["n_cells"] = target.n_cells + target.n_seq_max * n_longest
+    options["n_cells"] = n_cells
     context = _context_beside(target, draft, drafts_for=target, is_causal=blocks.is_causal, **options)
     drafter = DFlashDraft(context, target, n_room, blocks)
     return _with_states(drafter, target, target_layers(draft.file_metadata))

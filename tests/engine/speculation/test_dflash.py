@@ -206,6 +206,19 @@ def test_a_block_costs_one_decode(make_engine: MakeEngine, model: lp.Model, head
         assert max(costs) - min(costs) < 0.006
 
 
+@pytest.mark.parametrize("n_ctx", [1, 8, 33])
+def test_small_contexts(make_engine: MakeEngine, model: lp.Model, heads: Heads, n_ctx: int) -> None:
+    """Those with fewer cells than a decode of blocks usually has entries."""
+    with make_engine(model, n_ctx=n_ctx, n_seq_max=2, draft=heads["with sections"]) as engine:
+        for n in range(1, n_ctx):
+            prompts = [prompt[:n] for prompt in PROMPTS[:3]]
+            expected = engine.generate(prompts, params(n_ctx - n, speculate="off"))
+            done = engine.generate(prompts, params(n_ctx - n))
+            assert [text.token_ids for text in done] == [text.token_ids for text in expected]
+        assert n_ctx == 1 or engine.stats().n_accepted_by_model > 0
+        engine.check_integrity()
+
+
 def test_a_failed_draft_leaves_no_cells(
     make_engine: MakeEngine, model: lp.Model, heads: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

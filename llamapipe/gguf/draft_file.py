@@ -40,11 +40,9 @@ _MARKOV, _SELECTOR = "markov_w1.weight", "selector_hidden.weight"  # of DSpark, 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
     """Return the layers of the model whose inputs a draft reads; empty if it reads none, or the file does not say."""
     layers = metadata.get(f"{metadata.get('general.architecture')}.target_layers", ())
-    return (
-        [int(layer) for layer in layers]
-        if isinstance(layers, Sequence) and not isinstance(layers, str)
-        else []
-    )
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, int) for layer in layers):
+        return []
+    return list(layers)
 
 
 def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int, n_vocab: int) -> str:

@@ -262,7 +262,7 @@ def test_every_architecture(make_engine: MakeEngine, tmp_path: Path, architectur
 
 
 # ---- which draft belongs to a model
-I32, U32 = 5, 4
+I32, U32, F32 = 5, 4, 6
 
 
 def rename(document: Document, name: str, other: str) -> None:
@@ -282,6 +282,10 @@ DAMAGE: dict[str, tuple[Callable[[Document], None], str]] = {
     ),
     "layers in a number": (
         lambda d: d.put("dflash.target_layers", U32, 1),
+        "which layers of the model it reads",
+    ),
+    "layers that are no integers": (
+        lambda d: d.put("dflash.target_layers", ARRAY, [1.0, float("nan"), 2.0], F32),
         "which layers of the model it reads",
     ),
     "fewer layers": (

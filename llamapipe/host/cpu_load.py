@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,8 @@ from llamapipe.locks import Lock
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
 _RESOLVED_S = 0.1
-_APART_S, _OLD_S = 0.03, 0.15  # at least between two marks; from this age on, a mark is compared with
+_APART_S, _N_MARKS = 0.03, 8  # at least between two marks; how many are kept
+_OLD_S, _STALE_S = 0.15, 60.0  # a mark is compared with from this age on, and up to that one
 
 
 class RunDelay:
@@ -71,11 +71,12 @@ class IdleCores:
             raise OSError("this system does not tell how often it counts")
         self._file = files.open_file(stat, os.O_RDONLY)
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        self._names = {f"cpu{core}".encode() for core in cores}
+        self._names = frozenset(f"cpu{core}".encode() for core in cores)
         self.n_cores = len(self._names)
         self._n_bytes = 200 * (os.cpu_count() or 1) + 400
         self._tick_s = 1 / os.sysconf("SC_CLK_TCK")
         self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
+        self.counted = self._names, self._count_niced  # only readings of the same can be compared
 
     def read(self) -> float:
         """Return the total seconds that the cores have been idle since the machine started."""
@@ -135,8 +136,8 @@ class CpuLoad:
     """
 
     def __init__(self) -> None:
-        self.earlier = _recent_mark()
         self._delay, self._cores, self._throttling = RunDelay([]), IdleCores(), Throttling()
+        self.earlier = _recent_mark(self._cores.counted)
         self.run_and_delay_s = self._delay.read
         self.idle_s = self._cores.read
         self.n_throttled = self._throttling.read
@@ -163,7 +164,8 @@ class CoreTimes(NamedTuple):
     process_s: float
 
 
-_marks: deque[CoreTimes] = deque(maxlen=8)  # oldest first
+# Each with what `IdleCores` counted; oldest first. Replaced, never changed, as any thread reads it.
+_marks: tuple[tuple[object, CoreTimes], ...] = ()
 
 
 def mark_cores() -> None:
@@ -171,22 +173,28 @@ def mark_cores() -> None:
 
     An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
     """
-    now_s = time.perf_counter()
-    if _marks and now_s - _marks[-1].now_s < _APART_S:
+    global _marks
+    now_s, marks = time.perf_counter(), _marks
+    if marks and now_s - marks[-1][1].now_s < _APART_S:
         return
     try:
         cores = IdleCores()
     except OSError:
         return
     try:
-        _marks.append(CoreTimes(now_s, cores.read(), time.process_time()))
+        mark = CoreTimes(now_s, cores.read(), time.process_time())
+        _marks = (*marks, (cores.counted, mark))[-_N_MARKS:]
     finally:
         cores.close()
 
 
-def _recent_mark() -> CoreTimes | None:
-    """Return the newest mark that is old enough to compare with, or else the oldest."""
-    now_s, marks = time.perf_counter(), tuple(_marks)
+def _recent_mark(counted: object) -> CoreTimes | None:
+    """Return the newest mark that is old enough to compare with, or else the oldest.
+
+    Marks of other cores or another priority than ``counted`` are left out, and so are stale ones.
+    """
+    now_s = time.perf_counter()
+    marks = [mark for what, mark in _marks if what == counted and now_s - mark.now_s <= _STALE_S]
     old = [mark for mark in marks if now_s - mark.now_s >= _OLD_S]
     return old[-1] if old else marks[0] if marks else None
 
@@ -353,9 +361,8 @@ def limit_cores(n_cores: int) -> None:
 
 def _forget_in_child() -> None:
     """Drop the budget: the parent's engines do not compute here, and its locks may be held by threads that are gone."""
-    global _budget, _making
-    _budget, _making = None, Lock()
-    _marks.clear()
+    global _budget, _making, _marks
+    _budget, _making, _marks = None, Lock(), ()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from llamapipe.host import cpu_load as module
 from llamapipe.host.cpu_load import CoreTimes, IdleCores, OtherWork, RunDelay, cpu_load
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's schedstat")
+
+
+def counted_now() -> object:
+    cores = IdleCores()
+    cores.close()
+    return cores.counted
 
 
 def write_task(tasks: Path, thread_id: int, text: str) -> None:
@@ -88,16 +95,57 @@ def test_other_work_is_what_is_neither_idle_nor_ours(tmp_path: Path, monkeypatch
 
 
 def test_the_newest_old_mark_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks = deque(CoreTimes(now_s, 2 * now_s, 0.0) for now_s in (1.0, 5.0, 9.9))
+    counted = counted_now()
+    marks = tuple((counted, CoreTimes(now_s, 2 * now_s, 0.0)) for now_s in (1.0, 5.0, 9.9))
     monkeypatch.setattr(module, "_marks", marks)
     earlier = []
-    for now_s in (10.0, 10.1, 1.1):  # the last one: no mark is old enough
+    for now_s in (10.0, 10.1, 1.1, 300.0):  # at 1.1 no mark is old enough, at 300 all are stale
         monkeypatch.setattr(time, "perf_counter", lambda now_s=now_s: now_s)
         load = cpu_load()
         assert load is not None
         load.close()
         earlier.append(load.earlier and load.earlier.now_s)
-    assert earlier == [5.0, 9.9, 1.0]
+        monkeypatch.setattr(module, "_marks", marks)
+    assert earlier == [5.0, 9.9, 1.0, 300.0]
+
+
+@pytest.mark.parametrize("change", ["os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])", "os.nice(1)"])
+def test_marks_of_other_cores_or_another_priority_are_not_compared_with(change: str) -> None:
+    program = (
+        "import os, time\n"
+        "from llamapipe.host.cpu_load import cpu_load\n"
+        "time.sleep(0.2)\n"
+        f"{change}\n"
+        "now_s = time.perf_counter()\n"
+        "print(cpu_load().earlier.now_s >= now_s)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_threads_mark_while_others_read() -> None:
+    names = {name: getattr(module, name) for name in ("_APART_S", "_marks")}
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            for _ in range(300):
+                module.mark_cores()
+                module._recent_mark(None)
+        except BaseException as e:
+            failures.append(e)
+
+    module._APART_S = 0.0
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for name, value in names.items():
+            setattr(module, name, value)
+    assert not failures
 
 
 def test_the_real_files() -> None:

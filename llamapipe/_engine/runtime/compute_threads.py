@@ -247,9 +247,7 @@ class ThreadTuner:
         self._idle_s = self._run_s = self._process_s = 0.0
         if self._by_delay is not None and load is not None:
             self._restart_cores(load, self._cores_began_s)
-            if load.earlier is not None:  # the first step already counts what else runs
-                self._cores_began_s, self._idle_s, self._process_s = load.earlier
-                self._idle_began_s = self._cores_began_s
+        self._earlier = None if load is None else load.earlier  # until work begins for the first time
 
     def __repr__(self) -> str:
         return f"<ThreadTuner {self._by_delay or self._by_time or self._threads.n_threads}>"
@@ -259,6 +257,11 @@ class ThreadTuner:
         now_s = self._computing_s = self._launched_s = perf_counter()
         self.member.enter()
         if self._by_delay is not None and self._load is not None:
+            earlier, self._earlier = self._earlier, None
+            if earlier is not None and now_s - self._cores_began_s < _CORES_EVERY_S:
+                # The first step counts what else runs, although this engine is too new to know.
+                self._cores_began_s, self._idle_s, self._process_s = earlier
+                self._idle_began_s = self._cores_began_s
             seconds = now_s - self._cores_began_s
             if seconds >= _CORES_EVERY_S:
                 idle_s, process_s = self._idle_s, self._process_s

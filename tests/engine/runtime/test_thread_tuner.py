@@ -175,6 +175,15 @@ def test_the_first_step_counts_what_ran_before_it(
     assert threads.n_threads == expected
 
 
+def test_a_later_first_step_counts_only_what_ran_since_the_engine_was_created(clock: Clock) -> None:
+    load, threads = FakeLoad(clock, idle=2.0), FakeThreads(2)
+    load.earlier = CoreTimes(clock.now_s - 30.0, load.idle_s(), 0.0)
+    tuner = tuner_of(threads, CoreBudget(2).member(), load)
+    clock.now_s += 1.0
+    tuner.begin()
+    assert threads.n_threads == 2
+
+
 def test_two_engines_share_the_cores_while_both_compute(clock: Clock) -> None:
     budget = CoreBudget(4)
     loads = FakeLoad(clock), FakeLoad(clock)

@@ -184,6 +184,8 @@ def mark_cores() -> None:
     try:
         mark = CoreTimes(now_s, cores.read(), time.process_time())
         _marks = (*marks, (cores.counted, mark))[-_N_MARKS:]
+    except ValueError:  # a file of another form: no reason for an import to fail
+        return
     finally:
         cores.close()
 

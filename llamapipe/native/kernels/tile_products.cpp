@@ -179,6 +179,7 @@ void put_weights(const Panel *panel, int64_t first, int64_t n, uint16_t *to) {
 // sums += the products of two rows of tiles of activations, of which the second may be missing, with two panels of n tiles.
 template <bool is_whole> void add_products(const uint16_t *a, int64_t to_second, const uint16_t *w, int64_t n, float *sums) {
     const uint16_t *second = w + n * kTileNumbers;
+    __asm__ volatile("" ::: "memory");  // GCC's loads of tiles do not say that they read memory
     _tile_loadd(0, sums, 64);
     _tile_loadd(1, sums + kTileSums, 64);
     if constexpr (is_whole) {

@@ -20,7 +20,7 @@
 // Tiles round otherwise than the kernels for few rows, so a request's text may change with others': users ask for them.
 static bool wants_tiles() {
     static const char *const wanted = getenv("LLAMAPIPE_AMX");
-    return wanted && strcmp(wanted, "0") != 0;
+    return wanted && *wanted && strcmp(wanted, "0") != 0;
 }
 
 ggml_backend_t lp::compute_backend(llama_context *ctx, ggml_backend_dev_t device) {

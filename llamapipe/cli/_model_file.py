@@ -198,7 +198,7 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
             "use",
             not reason,
             f"{kind}: it guesses what the model that it was trained for writes, and is no model itself",
-            reason or "llamapipe serve MODEL --draft FILE",
+            reason or "llamapipe serve -m MODEL --draft FILE",
         )
     elif not facts["is_served"]:
         yield Finding(

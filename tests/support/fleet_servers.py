@@ -107,7 +107,7 @@ class WorkerServer(_Server):
 
 def worker_server(n: int, *options: str, log: Path) -> WorkerServer:
     """A server with ``n`` workers and the bundled model, ready."""
-    # Every request has a connection of its own. (A client takes long to make: it reads certificates.)
+    # Each request opens a connection. (A client takes long to make: it reads certificates.)
     return WorkerServer("--workers", str(n), *options, log=log, connection="close")
 
 

@@ -48,7 +48,7 @@ class _Alone:
 
 
 class _Front:
-    """The same: the front in a thread of this process, the model in a process of its own."""
+    """The same: the front in a thread of this process, the model in another process."""
 
     def __init__(self, host: str, settings: ServerSettings, options: dict[str, Any]) -> None:
         self._socket = bound_socket(host, 0)

@@ -68,7 +68,7 @@ def vllm_outcomes() -> Iterator[Outcome]:
 
     Raises KeyError if no variable names the folder of vLLM's source.
     """
-    return (one for one in outcomes(read_python_cases(vllm_source())) if one.kind == "read")
+    return (case for case in outcomes(read_python_cases(vllm_source())) if case.kind == "read")
 
 
 @lru_cache

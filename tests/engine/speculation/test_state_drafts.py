@@ -208,6 +208,43 @@ def test_a_failing_draft_ends_no_request(
         assert engine.stats().n_drafted == 0
 
 
+def test_a_cancelled_request_leaves_the_others_alone(
+    make_engine: MakeEngine, model: lp.Model, heads: Heads
+) -> None:
+    """After each number of tokens, so after a draft, within one and at its end; its slot is the next one's."""
+    with make_engine(model, n_ctx=256, n_seq_max=2, draft=heads["often right"]) as engine:
+        expected = [engine.generate(prompt, params(60, speculate="off")).token_ids for prompt in PROMPTS]
+        with engine.start(PROMPTS[0], params(200)) as other:
+            for n in range(12):
+                with engine.start(PROMPTS[n % 6 + 1], params(200)) as generation:
+                    tokens = [
+                        token.id for token in (generation.next() for _ in range(n)) if token is not None
+                    ]
+                assert tokens == expected[n % 6 + 1][:n]
+            rest = [token.id for token in other]
+        assert rest[:60] == expected[0]
+        with pytest.raises(TimeoutError):
+            engine.generate([prompt * 8 for prompt in PROMPTS], params(120), timeout=1e-3)
+        again = engine.generate(PROMPTS, params(60))
+        assert [completion.token_ids for completion in again] == expected
+        assert engine.stats().n_accepted_by_model > 0
+        engine.check_integrity()
+
+
+def test_an_engine_that_is_closed_while_it_drafts(
+    make_engine: MakeEngine, model: lp.Model, heads: Heads
+) -> None:
+    for n in range(6):
+        engine = make_engine(model, n_ctx=256, n_seq_max=2, draft=heads["often right"])
+        running = [engine.start(prompt, params(200)) for prompt in PROMPTS[:4]]
+        for _ in range(n):
+            running[0].next()
+        engine.close(drain=False)
+        for generation in running:
+            assert len(list(generation)) < 200
+            assert generation.finish_reason == "cancelled"
+
+
 def test_a_draft_needs_its_model(make_engine: MakeEngine, model: lp.Model, heads: Heads) -> None:
     with pytest.raises(ValueError, match=r"pipeline_depth is 2, and an? .* reads the states of one step"):
         make_engine(model, draft=heads["right"], tuning=lp.EngineTuning(pipeline_depth=2))

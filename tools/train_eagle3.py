@@ -5,7 +5,7 @@ core for a model of 135M weights:
 
     python tools/train_eagle3.py MODEL.gguf --out draft.gguf --work folder
 
-The model answers made-up questions (``write``), computes its answers again, which gives the hidden states that the
+The model writes questions and answers (``write``), computes its answers again, which gives the hidden states that the
 draft will read (``read``), and the draft learns from them (``train``). ``folder`` keeps what was done; a part that is
 done is not repeated. Quantization, kernels and their rounding are those of the engine that will use the draft.
 """
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,67 +34,36 @@ import llamapipe as lp  # noqa: E402
 from llamapipe.llama.batch import DecodeBatch  # noqa: E402
 from llamapipe.llama.context import Context  # noqa: E402
 
-TASKS = (
-    "Explain {} to a child.",
-    "Write a short story about {}.",
-    "List five facts about {}.",
-    "What are the advantages and disadvantages of {}?",
-    "Write a letter to a friend about {}.",
-    "How does one learn about {}? Give steps.",
-    "Write a poem about {}.",
-    "Compare {} with something similar.",
-    "Write a dialogue between two people about {}.",
-    "Give me advice about {}.",
-    "What is the history of {}?",
-    "Summarize what everyone should know about {}.",
-    "Write a news article about {}.",
-    "Why is {} important?",
-    "Write a plan for a day that is about {}.",
-    "Describe {} in one paragraph.",
-)
-TOPICS = (
-    "the moon", "bread", "bicycles", "a small village", "rivers", "the human heart", "computers", "music", "winter",
-    "trees", "a lost dog", "money", "the ocean", "volcanoes", "libraries", "cooking", "ancient Rome", "football",
-    "bees", "electricity", "a birthday party", "mountains", "gardens", "trains", "painting", "sleep", "friendship",
-    "deserts", "the internet", "elephants", "schools", "rain", "space travel", "photography", "chess", "coffee",
-    "vaccines", "a magic forest", "recycling", "airplanes", "the alphabet", "markets", "islands", "robots",
-    "the first day of work", "honesty", "whales", "bridges", "theatre", "dinosaurs", "maps", "healthy food", "clouds",
-    "a brave knight", "languages", "democracy", "the sun", "houses", "running", "cats", "democratic elections",
-    "a journey by ship", "glass", "insects", "Python programs", "fractions", "gravity", "the brain", "camping",
-    "a haunted house", "climate", "clocks", "farms", "jazz", "tea", "bridges of stone", "saving energy", "birds",
-)  # fmt: skip
-HELD_OUT = (
-    "lighthouses",
-    "pottery",
-    "a talking fox",
-    "soap",
-    "railway stations",
-    "solar panels",
-    "owls",
-    "harbours",
-)
+MARK = "the message"
 N_LABELLED = 512  # most positions of a decode with logits
-
-
-def questions(seed: int) -> list[str]:
-    """The questions that the model answers, in random order."""
-    found = [task.format(topic) for task, topic in product(TASKS, TOPICS)]
-    random.Random(seed).shuffle(found)
-    return found
 
 
 # ---- text and states, from the engine
 def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> list[list[int]]:
-    """Token ids of questions with their answers."""
-    prompts = [model.tokenize_chat([{"role": "user", "content": text}]) for text in questions(seed)[:n_texts]]
-    # Half of the answers are greedy: drafts are for both.
-    each = [
-        lp.SamplingParams(temperature=0.0 if i % 2 else 0.7, max_tokens=n_tokens, seed=i, speculate="off")
-        for i in range(len(prompts))
-    ]
-    with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads, prefix_cache=False) as engine:
-        done = engine.generate(prompts, each, progress=False)
-    return [[*prompt, *found.token_ids] for prompt, found in zip(prompts, done, strict=True)]
+    """Token ids of chats: the model writes the user's message, too, from what its template has before one.
+
+    Magpie's way to texts that are like the model's (arXiv:2406.08464); nothing else decides what they are about.
+    """
+    before, _, after = model.render_chat([{"role": "user", "content": MARK}]).partition(MARK)
+    if MARK in after or not before:
+        raise SystemExit("The model's chat template does not show where a user's message begins.")
+    first = model.tokenize(before, add_special=True, parse_special=True)
+    with lp.Engine(model, n_ctx=512, n_seq_max=16, n_threads=n_threads) as engine:
+        each = [
+            lp.SamplingParams(temperature=1.0, top_p=0.95, max_tokens=96, seed=seed * n_texts + i)
+            for i in range(n_texts)
+        ]
+        asked = engine.generate([first] * n_texts, each, progress=False)
+        questions = sorted({result.text.strip() for result in asked if result.finish_reason == "stop"} - {""})
+        random.Random(seed).shuffle(questions)
+        prompts = [model.tokenize_chat([{"role": "user", "content": text}]) for text in questions]
+        # Half of the answers are greedy: drafts are for both.
+        each = [
+            lp.SamplingParams(temperature=0.0 if i % 2 else 0.7, max_tokens=n_tokens, seed=i)
+            for i in range(len(prompts))
+        ]
+        answers = engine.generate(prompts, each, progress=False)
+    return [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def read(
@@ -245,10 +213,9 @@ def train(
     is_half: bool,
     save: Callable[[], None],
 ) -> None:
-    """Trains until all epochs or the minutes are over. The last sixteenth of the texts tells how good it is."""
-    order = sorted(range(len(texts.tokens)), key=lambda i: len(texts.tokens[i]))
-    held_out = order[::16]
-    order = [i for i in order if i not in set(held_out)]
+    """Trains until all epochs or the minutes are over. Every sixteenth text tells how good it is."""
+    held_out = list(range(0, len(texts.tokens), 16))
+    order = sorted(set(range(len(texts.tokens))) - set(held_out), key=lambda i: len(texts.tokens[i]))
     optimizer = torch.optim.AdamW(draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     n_each, began, rng, step = 8, time.monotonic(), random.Random(1), 0
     groups = [order[i : i + n_each] for i in range(0, len(order), n_each)]
@@ -309,7 +276,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=Path("draft.gguf"))
     parser.add_argument("--work", type=Path, required=True, help="folder for what is done so far")
-    parser.add_argument("--texts", type=int, default=1200, help="questions that the model answers (1200)")
+    parser.add_argument(
+        "--texts", type=int, default=1200, help="questions that the model writes and answers (1200)"
+    )
     parser.add_argument("--tokens", type=int, default=220, help="most tokens of an answer (220)")
     parser.add_argument("--vocab", type=int, default=4096, help="tokens that the draft can guess (4096)")
     parser.add_argument("--guesses", type=int, default=2, help="guesses in a row that it learns (2)")

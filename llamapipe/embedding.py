@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, overload
@@ -97,25 +97,28 @@ class Embedder(AsyncOwner):
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         check_threads()
-        self.model = Model(model) if isinstance(model, (str, os.PathLike)) else model
-        try:
-            if not isinstance(self.model, Model):
-                raise TypeError(
-                    f"model must be a Model or the path of a file, not {type(self.model).__name__}"
-                )
+        # After an error or Ctrl-C the caller has no object to close.
+        with ExitStack() as undo:
+            if isinstance(model, (str, os.PathLike)):
+                model = undo.enter_context(closing(Model(model)))
+            elif not isinstance(model, Model):
+                raise TypeError(f"model must be a Model or the path of a file, not {type(model).__name__}")
+            self.model = model
             self._n_end = self._n_added()
-            context = EmbeddingContext(self.model, pooling, n_ctx, n_seq_max, n_threads)
-        except BaseException:
-            if self._owns_model:
-                self.model.close()
-            raise
-        self.pooling = context.pooling
-        self.n_ctx = context.n_ctx
-        self.n_seq_max = context.n_seq_max
-        self.n_embd = context.width
-        self._long_work = LongWork()
-        tuner = make_tuner(context, is_threaded=False, is_fixed=n_threads is not None)
-        self._worker = Worker(context, tuner, self._long_work)
+            context = EmbeddingContext(model, pooling, n_ctx, n_seq_max, n_threads)
+            undo.callback(context.close)
+            self.pooling = context.pooling
+            self.n_ctx = context.n_ctx
+            self.n_seq_max = context.n_seq_max
+            self.n_embd = context.width
+            self._long_work = LongWork()
+            tuner = make_tuner(context, is_threaded=False, is_fixed=n_threads is not None)
+            if tuner is not None:
+                undo.callback(tuner.close)
+            self._worker = Worker(context, tuner, self._long_work)
+            undo.callback(self._worker.close, False)
+            self._worker.start()
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -432,9 +435,6 @@ class Worker:
         self._closing = False
         self._drain = True
         self._thread = threading.Thread(target=self._run, name="llamapipe-embedder", daemon=True)
-        with self._submitting:  # closing at the exit waits until the thread has begun
-            close_at_exit(self)
-            self._thread.start()
 
     def __repr__(self) -> str:
         return f"<Worker n_calls={len(self._calls)}{' closing' if self._closing else ''}>"
@@ -443,6 +443,12 @@ class Worker:
     def closed(self) -> bool:
         """Whether ``close`` was called, or this process was forked from the one that made the worker."""
         return self._closing or os.getpid() != self._pid
+
+    def start(self) -> None:
+        """Start the thread. If Ctrl-C interrupts this call, close the worker, because it may be running."""
+        with self._submitting:  # closing at the exit waits until the thread has begun
+            close_at_exit(self)
+            self._thread.start()
 
     def submit(self, call: EmbedCall) -> None:
         """Queue a call. Raises EngineClosedError."""
@@ -459,8 +465,9 @@ class Worker:
         if os.getpid() != self._pid:
             return
         self.close_soon(drain)
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        forget(self)
 
     def close_soon(self, drain: bool = False) -> None:
         """Close without waiting."""

@@ -53,7 +53,16 @@ from llamapipe._messages import explains_fields, explains_keywords, explains_opt
 from llamapipe._options import MTP_CHOICES
 from llamapipe._sync.engine import BlockingCalls
 from llamapipe._sync.submission import BlockingSubmission
-from llamapipe.arguments import check_choice, check_flag, check_int, choice_of, float_of, int_of, refuse_table
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_int,
+    choice_of,
+    float_of,
+    int_of,
+    path_of,
+    refuse_table,
+)
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import BackendError, InvalidRequestError
 from llamapipe.gguf.draft_file import DRAFT_KINDS
@@ -1242,14 +1251,16 @@ class Engine(BlockingCalls, AsyncOwner):
             raise ValueError("set_cache_writes needs an engine with cache_dir")
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
-    def save_conversation(self, name: str, path: Path) -> tuple[int, int]:
+    def save_conversation(self, name: str, path: str | os.PathLike[str]) -> tuple[int, int]:
         """Write the cells of a conversation to a file. Return its number of tokens and the bytes of the file.
 
         A conversation is the sequence of the last request of this tenant that was made while
         ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is complete, and only the
         user who runs the engine may read it. Waits for the running step. Any thread. Raises InvalidRequestError if
-        there are no cells, OSError.
+        there are no cells, EngineClosedError, OSError.
         """
+        self._engine_thread.check_open()
+        path = path_of(path)
         loop = self._engine_thread.loop
         sequence = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
         if sequence is None:
@@ -1263,12 +1274,15 @@ class Engine(BlockingCalls, AsyncOwner):
         finally:
             sequence.close()
 
-    def load_conversation(self, name: str, path: Path) -> int:
+    def load_conversation(self, name: str, path: str | os.PathLike[str]) -> int:
         """Cache the cells in a file from ``save_conversation`` under a name. Return the number of tokens.
 
         Any later request with the same tenant, salt and adapters that begins with these tokens uses them. Any thread.
-        Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
+        Raises OSError, EngineClosedError, InvalidRequestError for a file that is damaged, too long, or of another model
+        or tenant.
         """
+        self._engine_thread.check_open()
+        path = path_of(path)
         try:
             sequence = read_sequence(path, self._snapshot_format(None), self.model.n_vocab)
         except ValueError as error:
@@ -1284,13 +1298,15 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(loop.take_in_conversation, conversation_key(name), sequence))
         return len(sequence.tokens)
 
-    def import_conversation(self, data: bytes, path: Path) -> tuple[int, int]:
+    def import_conversation(self, data: bytes, path: str | os.PathLike[str]) -> tuple[int, int]:
         """Write the bytes of a ``save_conversation`` file from elsewhere to a file of this tenant.
 
         Returns the same values as ``save_conversation``. Everything except the cells' values is checked before it
-        reaches native code. The file may come from another tenant. Any thread. Raises OSError, InvalidRequestError for
-        what ``load_conversation`` refuses.
+        reaches native code. The file may come from another tenant. Any thread. Raises OSError, EngineClosedError,
+        InvalidRequestError for what ``load_conversation`` refuses.
         """
+        self._engine_thread.check_open()
+        path = path_of(path)
         try:
             sequence = sequence_of(data, self._snapshot_format(None), self.model.n_vocab)
         except ValueError as error:
@@ -1326,8 +1342,9 @@ class Engine(BlockingCalls, AsyncOwner):
     def forget_conversation(self, name: str) -> int:
         """Drop the cached cells of a conversation, unless a request uses them. Return the number of cells.
 
-        Waits for the running step. Any thread.
+        Waits for the running step. Any thread. Raises EngineClosedError.
         """
+        self._engine_thread.check_open()
         forget = self._engine_thread.loop.forget_conversation
         return self._engine_thread.ask(partial(forget, conversation_key(name)))
 
@@ -1339,8 +1356,9 @@ class Engine(BlockingCalls, AsyncOwner):
     def reset_prefix_cache(self) -> None:
         """Forget the cached tokens that no request uses, except those of ``cache_prefix``. Waits for the running step.
 
-        Also forgets those in ``cache_dir``. Any thread. Raises EngineClosedError in a forked process, OSError.
+        Also forgets those in ``cache_dir``. Any thread. Raises EngineClosedError, OSError.
         """
+        self._engine_thread.check_open()
         is_wanted = is_of(tenant.get().cache)
         reset = partial(self._engine_thread.loop.reset_cache, is_wanted)
         self._engine_thread.ask(reset)
@@ -1378,16 +1396,21 @@ class Engine(BlockingCalls, AsyncOwner):
         """
         was_open = not self.closed
         self._engine_thread.close(check_flag("drain", drain))
-        if self._submission.observer is not None:
-            self._submission.observer.close()
-        if was_open and self._trace_path is not None and not self._engine_thread.in_child():
-            self.trace.save(self._trace_path)
-        if self._draft_model is not None:
-            self._draft_model.close()
-        if self._owns_model:
-            self.model.close()
-        elif was_open:
-            return_freed_memory()
+        observer, self._submission.observer = self._submission.observer, None
+        try:
+            if observer is not None:
+                observer.close()
+        finally:
+            try:
+                if was_open and self._trace_path is not None and not self._engine_thread.in_child():
+                    self.trace.save(self._trace_path)
+            finally:
+                if self._draft_model is not None:
+                    self._draft_model.close()
+                if self._owns_model:
+                    self.model.close()
+                elif was_open:
+                    return_freed_memory()
 
     def _is_left_open(self) -> bool:
         engine_thread = getattr(self, "_engine_thread", None)

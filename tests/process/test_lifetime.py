@@ -54,6 +54,11 @@ def test_use_of_an_engine_after_close(make_engine: MakeEngine) -> None:
         lambda: asyncio.run(_agenerate(engine)),
         lambda: generation.trim(1),
         lambda: generation.append([5]),
+        engine.reset_prefix_cache,
+        lambda: engine.save_conversation("a", "file"),
+        lambda: engine.load_conversation("a", "file"),
+        lambda: engine.import_conversation(b"", "file"),
+        lambda: engine.forget_conversation("a"),
     ]
     for use in uses:
         with pytest.raises(EngineClosedError, match=r"^the engine is closed; make another$"):
@@ -258,6 +263,49 @@ def test_an_engine_made_of_a_path_owns_its_model(tiny: lp.Model) -> None:
     assert engine.model.closed
     with pytest.raises(ValueError, match="n_ctx"):
         lp.Engine(str(tiny.path), n_ctx=0)
+
+
+def test_an_engine_whose_end_fails_frees_its_models(tiny: lp.Model, tmp_path: Path) -> None:
+    """An observer that raises, and a trace whose folder is gone: the caller sees both, and closes nothing twice."""
+
+    class Observer:
+        n_closed = 0
+
+        def begin(self, request: object) -> Any: ...
+
+        def close(self) -> None:
+            self.n_closed += 1
+            raise RuntimeError("no exporter")
+
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    tuning = lp.EngineTuning(trace=folder / "trace.json")
+    engine = lp.Engine(tiny.path, n_ctx=64, n_threads=1, tuning=tuning)
+    observer = Observer()
+    engine.observe(observer)
+    folder.rmdir()
+    with pytest.raises(OSError, match="gone") as error:
+        engine.close()
+    assert str(error.value.__context__) == "no exporter"
+    assert engine.model.closed
+    engine.close()
+    assert observer.n_closed == 1
+
+
+def test_an_embedder_whose_thread_cannot_start_leaves_its_model_alone(
+    tiny: lp.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "llamapipe-embedder":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with lp.Model(tiny.path) as model, pytest.raises(RuntimeError, match="can't start"):
+        lp.Embedder(model, n_ctx=64)
+    assert model.closed
 
 
 def test_what_is_closed_or_was_never_made_does_not_warn(tiny: lp.Model) -> None:

@@ -144,8 +144,7 @@ class ChatBuilder:
             params = SamplingParams(max_tokens=None)
         elif not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+        messages = _of_user(messages)
         tools = check_tools(options.tools)
         tool_choice, allowed = allowed_tools(options.tool_choice, tools)
         tool_choice = check_tool_choice(tool_choice, tools)
@@ -278,7 +277,7 @@ class ChatBuilder:
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
         """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
-        messages, mark, media, _ = self._taken_media(messages, True, None)
+        messages, mark, media, _ = self._taken_media(_of_user(messages), True, None)
         tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
         return len(in_prompt(tokens, media)[0]) if media else len(tokens)
 
@@ -458,6 +457,11 @@ def _answer_schema(response_format: Any) -> Any:
             '{"schema": ...}}, or the schema itself'
         )
     return schema
+
+
+def _of_user(messages: Conversation) -> Conversation:
+    """Return the messages; a text is a message of the user."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 def _conversations(messages: Any) -> tuple[list[Conversation], bool]:

@@ -46,6 +46,7 @@ class TestAnswers:
 
     def test_text_is_a_message_of_the_user(self, engine: lp.Engine) -> None:
         assert engine.chat("Hello", GREEDY).content == engine.chat(HELLO, GREEDY).content
+        assert engine.count_chat_tokens("Hello") == engine.count_chat_tokens(HELLO)
 
     def test_conversations_are_answered_in_their_order(self, engine: lp.Engine) -> None:
         texts = [f"Number {i}" for i in range(12)]

@@ -30,6 +30,7 @@ bool SignalWatch::begin() noexcept {
     n_begun_++;
     return true;
 }
+
 void SignalWatch::end() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     struct sigaction                  now{};
@@ -38,15 +39,21 @@ void SignalWatch::end() noexcept {
         sigaction(number_, &previous_, nullptr);
     }
 }
+
 void SignalWatch::forward(siginfo_t *info, void *context) const noexcept {
     if ((previous_.sa_flags & SA_SIGINFO) != 0 && previous_.sa_sigaction != nullptr) {
         previous_.sa_sigaction(number_, info, context);
     } else if (previous_.sa_handler != SIG_DFL && previous_.sa_handler != SIG_IGN) {
         previous_.sa_handler(number_);
     } else {
-        signal(number_, SIG_DFL);  // the instruction runs again and ends the process, as without this handler
+        signal(number_, SIG_DFL);
+        // A fault's instruction runs again and ends the process, as without this handler; a signal that was sent does not.
+        if (info->si_code <= 0) {
+            raise(number_);
+        }
     }
 }
+
 }  // namespace lp
 
 namespace {

@@ -94,7 +94,7 @@ class _Spans:
                 attributes["gen_ai.request.stop_sequences"] = tuple(params.stop)
             if params.n > 1:
                 attributes["gen_ai.request.choice.count"] = params.n
-            attributes["gen_ai.request.stream"] = request.is_bounded
+            attributes["gen_ai.request.stream"] = request.is_stream
         span = self._tracer.start_span(
             f"{request.operation} {self.model}", kind=self.trace.SpanKind.INTERNAL, attributes=attributes
         )

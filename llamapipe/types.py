@@ -25,8 +25,8 @@ ResponseFormat: TypeAlias = Mapping[str, object] | str | bool | HasJsonSchema
 class ObservedRequest(Protocol):
     """One submitted prompt with all its choices. Any thread; the values change while the request runs.
 
-    ``operation``: ``"text_completion"``, ``"chat"`` or ``"score"``. ``params``: None for scores. ``is_bounded``:
-    whether the number of tokens to generate is limited. ``finish_reasons``: one for each choice, None while it is
+    ``operation``: ``"text_completion"``, ``"chat"`` or ``"score"``. ``params``: None for scores. ``is_stream``:
+    whether the tokens are delivered one by one. ``finish_reasons``: one for each choice, None while it is
     unfinished. Times are of ``time.perf_counter``; None means not yet, or never. ``prefill_at``: when a slot began to
     compute the prompt.
     """
@@ -36,7 +36,7 @@ class ObservedRequest(Protocol):
     @property
     def params(self) -> SamplingParams | None: ...  # noqa: D102
     @property
-    def is_bounded(self) -> bool: ...  # noqa: D102
+    def is_stream(self) -> bool: ...  # noqa: D102
     @property
     def n_prompt_tokens(self) -> int: ...  # noqa: D102
     @property

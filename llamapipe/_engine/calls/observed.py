@@ -38,7 +38,7 @@ class _Observed:
         return factory.params if isinstance(factory, SamplerFactory) else None
 
     @property
-    def is_bounded(self) -> bool:
+    def is_stream(self) -> bool:
         return self._requests[0].token_budget < UNLIMITED
 
     @property

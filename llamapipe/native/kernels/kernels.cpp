@@ -1,6 +1,7 @@
 #include "kernels.hpp"
 
 #include "processor.hpp"
+#include "system.hpp"
 
 #include <cstdlib>
 
@@ -18,7 +19,7 @@ static const Kernel *level() {
 extern const Kernel *const kNeonDotprod;
 
 // Nobody has measured them yet, and a kernel that loses must not be used: they are there for who asks for them.
-static const Kernel *level() { return processor().dotprod && getenv("LLAMAPIPE_NEON") ? kNeonDotprod : nullptr; }
+static const Kernel *level() { return processor().dotprod && system::is_switched_on("LLAMAPIPE_NEON") ? kNeonDotprod : nullptr; }
 #else
 static const Kernel *level() { return nullptr; }
 #endif

@@ -8,6 +8,7 @@
 #include "llama-context.h"
 #include "scan.hpp"
 #include "step.hpp"
+#include "system.hpp"
 #include "weight_buffer.hpp"
 
 #include <algorithm>
@@ -19,8 +20,8 @@
 
 // Tiles round otherwise than the kernels for few rows, so a request's text may change with others': users ask for them.
 static bool wants_tiles() {
-    static const char *const wanted = getenv("LLAMAPIPE_AMX");
-    return wanted && *wanted && strcmp(wanted, "0") != 0;
+    static const bool wanted = lp::system::is_switched_on("LLAMAPIPE_AMX");
+    return wanted;
 }
 
 ggml_backend_t lp::compute_backend(llama_context *ctx, ggml_backend_dev_t device) {
@@ -595,7 +596,7 @@ int lp_context_assign_adapters(lp_context *context, int seq_id, const lp_adapter
 }
 
 int lp_context_memory(lp_context *context, enum lp_memory_op op, int seq_id, int other, int p0, int p1) {
-    return context->shared->apply({ op, seq_id, other, p0, p1, 0 });
+    return lp::guard(LP_ERROR, [&] { return context->shared->apply({ op, seq_id, other, p0, p1, 0 }); });
 }
 
 const char *lp_states_problem(void) { return lp::states_problem(); }

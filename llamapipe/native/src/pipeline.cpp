@@ -231,13 +231,20 @@ int Pipeline::submit(const std::shared_ptr<Step> &step) {
         set_error("the pipeline is closed");
         return LP_ERROR_CLOSED;
     }
-    if (!has_failed_ && !positions_.append(*step)) {
-        return LP_ERROR_POSITIONS;
+    // Whatever runs out of memory here leaves nothing behind: nobody would take up a step that is counted and not queued.
+    queue_.push_back({ step, {} });
+    try {
+        if (!has_failed_ && !positions_.append(*step)) {
+            queue_.pop_back();
+            return LP_ERROR_POSITIONS;
+        }
+    } catch (...) {
+        queue_.pop_back();
+        throw;
     }
     step->number  = n_numbers_++;
     step->pending = true;
     n_pending_++;
-    queue_.push_back({ step, {} });
     work_.notify_one();
     return 0;
 }

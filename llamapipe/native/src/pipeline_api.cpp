@@ -42,7 +42,7 @@ lp_step *lp_submit(lp_pipeline *pipeline, int n, const int32_t *tokens, const in
 int lp_next_position(lp_pipeline *pipeline, int seq_id) { return pipeline->shared->next_position(seq_id); }
 
 int lp_memory(lp_pipeline *pipeline, enum lp_memory_op op, int seq_id, int other, int p0, int p1, int delta) {
-    return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta });
+    return lp::guard(LP_ERROR, [&] { return pipeline->shared->memory({ op, seq_id, other, p0, p1, delta }); });
 }
 
 int lp_set_adapters(lp_pipeline *pipeline, const lp_adapter_set *set) {

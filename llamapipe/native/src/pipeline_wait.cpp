@@ -260,13 +260,13 @@ void Pipeline::move_out(Lock &lock, Step &step) {
     std::shared_ptr<HostBuffer> host;
     try {
         host = ring_.memory_for_rows(step);
+        ring_.read(step, 0, step.n_outputs, host->data);
     } catch (...) {
         lock.lock();
         step.moving = false;
         done_.notify_all();
         throw;
     }
-    ring_.read(step, 0, step.n_outputs, host->data);
     lock.lock();
     step.moving = false;
     step.host   = host;

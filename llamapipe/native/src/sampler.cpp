@@ -321,7 +321,6 @@ int lp_sampler::note(const lp::Row &row, int32_t token) {
 }
 
 // ---- the tokens a sampler has accepted, and the changes of logits that follow from them and from its options
-// ---- the sequence
 void lp_sampler::accept(int32_t token) {
     if (penalizes()) {
         window_.push_back(token);

@@ -148,17 +148,6 @@ struct MemoryOp {
 // Changes llama.cpp's memory; not while a graph is computed. 1 done, 0 refused, LP_ERROR.
 int apply_memory_op(llama_context *ctx, const MemoryOp &op);
 
-// The positions that each sequence holds: the one place that knows them.
-//
-// A pipeline accepts steps and memory operations long before llama.cpp executes them, and llama.cpp must not be asked
-// while it computes. So positions are tracked here, as of the end of the queue. llama.cpp's own memory is consulted in
-// only two cases, both after a failed step: `matches_memory` before a step is launched, and `reread`, when nothing is
-// queued and the failure is known to its submitter.
-//
-// The rows of an image with a grid share one position, and what follows continues further on. Once there was one, a step may
-// leave a gap, or begin at the last position.
-struct Step;
-
 // Sets of positions as ascending ranges that do not touch.
 class PositionRanges {
 public:
@@ -182,6 +171,16 @@ private:
     std::vector<Range> ranges_;
 };
 
+// The positions that each sequence holds: the one place that knows them.
+//
+// A pipeline accepts steps and memory operations long before llama.cpp executes them, and llama.cpp must not be asked
+// while it computes. So positions are tracked here, as of the end of the queue. llama.cpp's own memory is consulted in
+// only two cases, both after a failed step: `matches_memory` before a step is launched, and `reread`, when nothing is
+// queued and the failure is known to its submitter.
+//
+// The rows of an image with a grid share one position, and what follows continues further on. Once there was one, a step may
+// leave a gap, or begin at the last position.
+//
 // Not thread-safe: the pipeline calls it with its lock held.
 class SequencePositions {
 public:

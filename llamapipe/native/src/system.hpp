@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 namespace lp::system {
 
@@ -34,5 +36,12 @@ bool run_with_stack(size_t bytes, void (*work)(void *data), void *data);
 
 // Writes a byte into a pipe, which does not block, for its reader to wake.
 void wake_reader(int fd);
+
+// ---- environment
+// Whether a variable switches something on: it is set, and neither empty nor 0.
+inline bool is_switched_on(const char *variable) {
+    const char *value = getenv(variable);
+    return value != nullptr && *value != '\0' && strcmp(value, "0") != 0;
+}
 
 }  // namespace lp::system

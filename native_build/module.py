@@ -125,17 +125,22 @@ def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
         return tree.exists()
     hashes: dict[str, str] = json.loads(known.read_text(encoding="utf-8"))
     compiled_at = known.stat().st_mtime
-    found = {path.name: path for path in paths if path.is_file()}
     return any(
-        hashes.get(name) != _hash(path) and path.stat().st_mtime <= compiled_at
-        for name, path in found.items()
+        hashes.get(_key(path)) != _hash(path) and path.stat().st_mtime <= compiled_at
+        for path in paths
+        if path.is_file()
     )
 
 
 def remember(tree: Path, paths: Iterable[Path]) -> None:
     """Notes what was compiled in a folder, for ``is_stale``."""
-    hashes = {path.name: _hash(path) for path in paths if path.is_file()}
+    hashes = {_key(path): _hash(path) for path in paths if path.is_file()}
     (tree / _COMPILED).write_text(json.dumps(hashes), encoding="utf-8")
+
+
+def _key(path: Path) -> str:
+    """A source's name in its folder: two folders may have files of one name."""
+    return f"{path.parent.name}/{path.name}"
 
 
 def _hash(path: Path) -> str:
@@ -187,7 +192,7 @@ def check_cffi() -> str:
 
 
 def _read(paths: Iterable[Path]) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    return {_key(path): path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
 def _generate(declarations: str, target: Path) -> None:
@@ -210,9 +215,8 @@ def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) ->
     cmake, ninja = find_cmake(), find_ninja()
     system = recipe.options.system
     flags = _path_maps(recipe, tree)
-    if (
-        recipe.options.target and system is LINUX
-    ):  # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>
+    # Debian's pyconfig.h includes <aarch64-linux-gnu/python3.x/pyconfig.h>.
+    if recipe.options.target and system is LINUX:
         flags += ["-idirafter", str(headers.parent)]
     configure = [
         cmake,

@@ -105,9 +105,8 @@ def tests(session: nox.Session, backend: str) -> None:
         return
     session.env["LLAMAPIPE_TEST_BACKEND"] = backend
     if backend == "vulkan" and not _has_device(session, backend):
-        session.env["GGML_VK_VISIBLE_DEVICES"] = (
-            "0"  # llama.cpp takes a software device only when it is named
-        )
+        # llama.cpp takes a software device only when it is named.
+        session.env["GGML_VK_VISIBLE_DEVICES"] = "0"
     if not _has_device(session, backend):
         session.error(f"the {backend} build has no device; `llamapipe doctor` says why")
     with session.chdir(session.create_tmp()):

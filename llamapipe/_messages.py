@@ -223,7 +223,7 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 
 
 def path_meant(path: str, known: Iterable[str]) -> str | None:
-    """Return the known server path that an unknown one probably means; Returns None if there is none.
+    """Return the known server path that an unknown one probably means; None if there is none.
 
     The path may contain a typing error. The base URL may have a part too many or too few (``/v1/v1/messages``,
     ``/messages``). Or the end may be missing, if only one path begins like this, or all others begin with that one.

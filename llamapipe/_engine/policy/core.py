@@ -308,9 +308,8 @@ class Request:
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.n_lent = 0  # how often its slot was lent while its token was drawn
         self.late_s = 0.0  # how long its tokens were drawn after their steps, since it has its slot
-        self.places: list[
-            int
-        ] = []  # where steps end, so that its state is saved there; in order, after ``n_past``
+        # Where steps end, so that its state is saved there; in order, after ``n_past``.
+        self.places: list[int] = []
         self.uses_cache = spec.uses_cache  # until its cells are shifted
         self.cells: Cells | None = None  # while it has a slot
         self.saved_cells: Cells | None = None  # while it is preempted, or keeps its cells

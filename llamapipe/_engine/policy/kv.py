@@ -139,9 +139,8 @@ MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 # In tokens. Templates begin an answer differently from one that they render later, so the last state is before the end.
 _BEFORE_END = 4
 _LEAST_BETWEEN = 16  # two states; computing fewer costs about as much as a step that ends at a state
-_INTERVAL = (
-    512  # between two states of a long prompt, or a multiple; most prompts have a step that ends there
-)
+# Between two states of a long prompt, or a multiple; most prompts have a step that ends there.
+_INTERVAL = 512
 _STATE_SHARE = 0.5  # of the budget of host memory
 _PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
 _OVERHEAD_BYTES = 1024  # of a saved sequence

@@ -35,12 +35,10 @@ from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import SavedCells, on_gpu
 
-_USUAL_SHARE = (
-    0.8  # of drafted tokens that are sure enough, and of right ones among those, until some were seen
-)
-_N_USUAL = (
-    8  # tokens that this counts as: as many are drafted before a bad draft is given up, or twice as many
-)
+# The share of drafted tokens that are sure enough, and of right ones among those, until some were seen.
+_USUAL_SHARE = 0.8
+# Tokens that this counts as: as many are drafted before a bad draft is given up, or twice as many.
+_N_USUAL = 8
 _MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of a request, of all of them
 _N_BEFORE = 30  # tokens that what is known of all counts as for a new request
 _FORGOTTEN = 0.05  # of what is known of all requests, with each new one

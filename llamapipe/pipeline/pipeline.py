@@ -83,7 +83,7 @@ class PipelineMemory:
         """Add ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
 
         Raises InvalidRequestError if the model's positions cannot be shifted, if they would leave the context, or if
-        the sequence shares cells with another one after ``copy`` (unified KV), which would be shifted too.
+        the sequence has shared cells with another one since ``copy`` (unified KV): that one would be shifted too.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
@@ -159,7 +159,7 @@ class Pipeline(DrainingOwner):
     ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the chosen one. ``Context`` describes the other
     options.
 
-    Any thread. Close it, or use ``with``, before its model.
+    Any thread. Close it before its model, or use ``with``.
 
     Raises TypeError and ValueError for wrong options, BackendError if the context cannot be created.
     """

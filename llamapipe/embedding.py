@@ -257,7 +257,7 @@ class Embedder(AsyncOwner):
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
         """Return the tokens of each text, without computing vectors. ``embed`` also accepts tokens. Any thread.
 
-        Raises as ``embed``.
+        Raises as ``embed`` does.
         """
         return self._checked(texts, truncate)[1]
 

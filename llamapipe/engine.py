@@ -1309,7 +1309,7 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Note that a conversation continues soon, for instance when a tool has run: its cells are evicted last.
+        """Record that a conversation continues soon, for instance when a tool has run: its cells are evicted last.
 
         Call ``release_conversation`` when it does. See ``save_conversation``. Does not wait. Any thread.
         """

@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse `args`; arguments that the subcommand does not know are an error."""
+        """Parse ``args``; arguments that the subcommand does not know are an error."""
         self._check_options(sys.argv[1:] if args is None else args)
         values, unknown = super().parse_known_args(args, namespace)
         if unknown and not self._take_texts(values, unknown):

@@ -89,9 +89,9 @@ class AdapterInfo:
 class ControlInfo:
     """The facts in a checked control vector, and its values.
 
-    ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second on; zeros
-    where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as in
-    ``AdapterInfo``.
+    ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second onward;
+    zeros where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as
+    in ``AdapterInfo``.
     """
 
     path: Path

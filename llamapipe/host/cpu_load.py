@@ -169,7 +169,7 @@ _marks: tuple[tuple[object, CoreTimes], ...] = ()
 
 
 def mark_cores() -> None:
-    """Note how long cores have been idle, for engines that soon begin to compute. Takes 0.1 ms; any thread.
+    """Record how long cores have been idle, for engines that soon begin to compute. Takes 0.1 ms; any thread.
 
     An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
     """
@@ -321,7 +321,7 @@ class BudgetMember:
         self._budget = budget
 
     def enter(self) -> None:
-        """Note that the member computes from now on."""
+        """Record that the member computes from now on."""
         budget = self._budget
         with budget.lock:
             if not self.is_computing:
@@ -330,7 +330,7 @@ class BudgetMember:
                 budget.divide()
 
     def leave(self) -> None:
-        """Note that the member waits for work from now on, or is closed."""
+        """Record that the member waits for work from now on, or is closed."""
         budget = self._budget
         with budget.lock:
             if self.is_computing:

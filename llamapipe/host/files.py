@@ -75,12 +75,15 @@ if sys.platform == "win32":
         )
 
     def read_at(fd: int, n: int, offset: int) -> bytes:
-        """Read at most ``n`` bytes of an open file from ``offset`` on. One thread at a time."""
+        """Read at most ``n`` bytes of an open file from ``offset`` onward. One thread at a time."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, n)
 
     def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write to an open file from ``offset`` on, and return the number of bytes written. One thread at a time."""
+        """Write to an open file from ``offset`` onward, and return the number of bytes written.
+
+        One thread at a time.
+        """
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
 

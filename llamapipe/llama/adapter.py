@@ -167,9 +167,9 @@ class AdapterKey(NamedTuple):
 class AdapterSet:
     """The adapters and scales that a request asks for. Sets with equal files and scales are equal. Immutable.
 
-    ``invocation``: all of the set's adapters apply from these tokens on, and only those in ``before`` apply earlier;
-    empty: all always apply. ``widest``: see ``carries``; None: the set cannot be assigned to single rows. Hashes are
-    the same in every process, because keys in cache files are computed from them.
+    ``invocation``: all of the set's adapters apply from these tokens onward, and only those in ``before`` apply
+    earlier; empty: all always apply. ``widest``: see ``carries``; None: the set cannot be assigned to single rows.
+    Hashes are the same in every process, because keys in cache files are computed from them.
     """
 
     __slots__ = ("_hash", "before", "entries", "invocation", "key", "widest")
@@ -409,7 +409,7 @@ def float_of(scale: float) -> float:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file``."""
+    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file`` does."""
     if not isinstance(path, str) or not path.startswith("hf:"):
         return path_of(path)
     from llamapipe.hub import model_file, parse

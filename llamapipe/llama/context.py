@@ -421,7 +421,7 @@ class Context(Owner):
         return begin, int(end[0])
 
     def states(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """Copy a sequence's kept states: float32 ``(n, width)``, from the first kept position on."""
+        """Copy a sequence's kept states: float32 ``(n, width)``, from the first kept position onward."""
         ffi, lib = self._native.ffi, self._native.lib
         begin, end = self.kept_states(seq_id)
         out = np.empty((end - begin, lib.lp_context_state_width(self.handle)), dtype=np.float32)

@@ -106,9 +106,10 @@ class Model(Owner):
     - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, or a tile's if the projector
       tiles; for projectors that keep an image's proportions. None: the file's limits. Projectors with one size for all
       images refuse these options if ``mmproj`` names a file, and otherwise log a warning.
-    - ``n_cpu_moe``: keep the experts of this many layers, from the first on, on the CPU, even if the rest of the model
-      is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for their
-      names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an error.
+    - ``n_cpu_moe``: keep the experts of this many layers, from the first onward, on the CPU, even if the rest of the
+      model is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for
+      their names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an
+      error.
     - ``kv_overrides``: values that replace those in the file's metadata, by key; types must be the file's.
     - ``load_mtp``: also load the layers that predict the token after the next (MTP), if the file has some, for
       ``Engine(draft="mtp")``. An engine that loads the model does so itself.

@@ -287,7 +287,7 @@ class Files(Database):
         return claims
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
-        """Note that the requests of a batch are valid. Raises LostError."""
+        """Record that the requests of a batch are valid. Raises LostError."""
         row = self._mine(worker, number, "validating")
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")

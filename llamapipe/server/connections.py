@@ -347,7 +347,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the request. The parser calls this."""
+        """Record the end of the request. The parser calls this."""
         if self._is_upgrade:
             return
         self._is_in_head, self._has_begun = True, False

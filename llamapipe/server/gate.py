@@ -227,7 +227,7 @@ class Gate:
         raise NotImplementedError
 
     def freed(self, n_bytes: int) -> None:
-        """Note that memory of a body was freed.
+        """Record that memory of a body was freed.
 
         Large amounts are soon returned to the system, because the C library would keep them.
         """

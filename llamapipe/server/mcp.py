@@ -221,7 +221,7 @@ class RemoteServer:
         return await self._thread.run(self.connection.call(tool, arguments))
 
     def end(self) -> None:
-        """Note that the client no longer needs the server. Does not wait."""
+        """Record that the client no longer needs the server. Does not wait."""
         if self in self._used:
             self._used.discard(self)
             with suppress(McpError):  # all of them have ended

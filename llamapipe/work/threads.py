@@ -229,7 +229,7 @@ class FairThreads:
             return job, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
-        """Note the end of a job. Return False if its thread must end. For the threads."""
+        """Record the end of a job. Return False if its thread must end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]

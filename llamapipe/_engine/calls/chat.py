@@ -277,7 +277,7 @@ class ChatBuilder:
         return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
-        """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
+        """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item`` does."""
         messages, mark, media, _ = self._taken_media(messages, True, None)
         tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
         return len(in_prompt(tokens, media)[0]) if media else len(tokens)

@@ -423,7 +423,7 @@ class RequestBuilder:
 
 
 def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
-    """Return the adapters that compute a text from its first token on, and the activation of others."""
+    """Return the adapters that compute a text from its first token onward, and the activation of others."""
     if adapters is None or not adapters.invocation:
         return adapters, None
     return adapters.before, Activation(adapters, adapters.invocation)

@@ -122,7 +122,7 @@ class QueueLimit:
                 raise ExpiredError("no room came free in the queue within the timeout")
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Note that requests have a slot, or ended without one, and wake waiting callers. Engine thread."""
+        """Record that requests have a slot, or ended without one, and wake waiting callers. Engine thread."""
         now = perf_counter()
         for request in requests:
             if request.left_queue_at is None:  # a preempted request leaves the queue again

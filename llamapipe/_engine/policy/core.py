@@ -126,7 +126,7 @@ class Embeddings(Protocol):
 
 
 class MediaRows(NamedTuple):
-    """Batch entries from ``first`` on that hold ``n`` rows of ``source``, from row ``begin`` on."""
+    """Batch entries from ``first`` onward that hold ``n`` rows of ``source``, from row ``begin`` onward."""
 
     first: int
     n: int
@@ -459,7 +459,7 @@ class Request:
 
 
 class Remove(NamedTuple):
-    """Remove the cells of a sequence from ``position`` on.
+    """Remove the cells of a sequence from ``position`` onward.
 
     ``state``: the key of a state that was saved at that position; -1: none. In that case, a memory that cannot go back
     has nothing to remove, or its state is stale.
@@ -648,7 +648,7 @@ class Cells:
 
 
 class ScoredRows(NamedTuple):
-    """Rows that score a request's own tokens: the batch ``entries``, for its positions from ``first`` on."""
+    """Rows that score a request's own tokens: the batch ``entries``, for its positions from ``first`` onward."""
 
     request: Request
     targets: LogprobTargets

@@ -104,7 +104,7 @@ class HostStore:
         self._entries.move_to_end(key)
 
     def give_up(self, key: int) -> None:
-        """Note that an entry is no longer useful, so it is evicted first."""
+        """Record that an entry is no longer useful, so it is evicted first."""
         self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
@@ -462,7 +462,7 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def computed_alone(self, request: Request, n: int) -> None:
-        """Note that a step computed a request's last ``n`` cells and nothing else."""
+        """Record that a step computed a request's last ``n`` cells and nothing else."""
         if self.exact_multiple is not None and request.n_exact == request.n_past - n:
             request.n_exact += n // self.exact_multiple * self.exact_multiple
 
@@ -608,12 +608,12 @@ class KvCache:
         self._n_parked_cells += n
 
     def touch(self, cells: Cells | None) -> None:
-        """Note that cells are about to be used."""
+        """Record that cells are about to be used."""
         if cells is not None and cells.slot in self.parked:
             self.parked.move_to_end(cells.slot)
 
     def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
-        """Remove a request's cells from ``n`` on, because its tokens from ``n`` on were changed.
+        """Remove a request's cells from ``n`` onward, because its tokens from ``n`` onward were changed.
 
         ``of_last_step``: the last step computed all of these cells in one ubatch.
         """
@@ -630,7 +630,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
-        """Remove a request's cells from ``n`` on, or from the last earlier place where it can be continued."""
+        """Remove a request's cells from ``n`` onward, or from the last earlier place where it can be continued."""
         if of_last_step and request.n_certain >= 0:
             n = request.n_certain
             self.memory_ops.append(GoBack(request.slot, n))
@@ -667,7 +667,7 @@ class KvCache:
         request.cells.n_shifted = request.n_past
 
     def lost(self, slot: int, request: Request | None) -> None:
-        """Note that a slot has lost its cells. Its request, if it has one, computes them again."""
+        """Record that a slot has lost its cells. Its request, if it has one, computes them again."""
         cells = None if request is None else request.cells
         if slot in self.parked:
             self._tree.remove(self._unpark(slot))
@@ -677,7 +677,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def became_stale(self, slot: int) -> None:
-        """Note that the state of a parked sequence is not that of its end.
+        """Record that the state of a parked sequence is not that of its end.
 
         Other states can still continue its cells.
         """
@@ -944,7 +944,7 @@ class KvCache:
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
     def saved(self, key: int, n_bytes: int | None) -> None:
-        """Note the size of a sequence or a state that was saved; None: it could not be saved."""
+        """Record the size of a sequence or a state that was saved; None: it could not be saved."""
         state = self._states_by_key.get(key)
         if state is not None:
             if n_bytes is None:

@@ -183,7 +183,7 @@ class Waiting:
             self.paused.remove(request)
 
     def admitted(self, request: Request) -> None:
-        """Note that a request has a slot, or ended without one. A second call for a request does nothing."""
+        """Record that a request has a slot, or ended without one. A second call for a request does nothing."""
         self._now = max(self._now, request.turn[1])
         caller, request.caller = request.caller, None
         if caller is None:
@@ -390,7 +390,7 @@ class Running:
             self.add(request)
 
     def recompute(self, request: Request) -> None:
-        """Note that a request lost its cells, so all its tokens must be computed again."""
+        """Record that a request lost its cells, so all its tokens must be computed again."""
         request.n_past = request.n_exact = 0
         if request.state is State.RUNNING and request not in self.drawing:
             self.take(request)

@@ -206,7 +206,7 @@ class Scheduler:
         self.cache.learn(parent)
 
     def prepared(self, request: Request) -> None:
-        """Note that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
+        """Record that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
             self._waiting.remove(request)
@@ -683,7 +683,10 @@ class Scheduler:
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def cells_changed(self, changes: CellChanges) -> bool:
-        """Note the outcome of ``cache.memory_ops``. Return False if a sequence lost its cells and is computed again."""
+        """Record the outcome of ``cache.memory_ops``.
+
+        Return False if a sequence lost its cells and is computed again.
+        """
         for key, n_bytes in changes.saved:
             self.cache.saved(key, n_bytes)
         lost = set(changes.lost)

@@ -24,13 +24,13 @@ the last tokens (``Gate.keeps_states``), which makes every step slower, or the s
 with the token after them.
 
 A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It chooses the number of guessed
-tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
+tokens that gives the most tokens per second, which may be none. Guesses are made only for steps in which all requests
 decode, since prompts use a step better.
 
 What a step costs is the time of a whole turn of the loop, with planning, delivery and what wakes callers: these are
-what a caller waits for. A draft takes time, too, so it replaces surer and free guesses only where that brings
-more tokens a second. And because what is expected of a draft may be wrong, drafts have a credit (``Gate``): they may
-lose little more than ``_REFILL`` of the time, however bad they are. Pure policy.
+what a caller waits for. A draft takes time, too, so it replaces surer and free guesses only where that brings more
+tokens per second. And because what is expected of a draft may be wrong, drafts have a credit (``Gate``): they may lose
+little more than ``_REFILL`` of the time, however bad they are. Pure policy.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Guess(NamedTuple):
 class Worth(NamedTuple):
     """The worth of a step's tokens, for a draft that must end where the next token is not worth computing.
 
-    ``rate``: tokens a second that are expected with the draft. ``row_s``: seconds of each further row of the step. So a
-    token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
+    ``rate``: tokens per second that are expected with the draft. ``row_s``: seconds of each further row of the step. So
+    a token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
     """
 
     rate: float = 0.0
@@ -115,7 +115,7 @@ class Drafter(Protocol):
     took_s: float
 
     def begin(self) -> None:
-        """Note that the next step is being decided on: from here on, time is the draft's."""
+        """Record that the next step is being decided on: from here on, time is the draft's."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
@@ -218,7 +218,7 @@ def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
 
 
 class _Choice(NamedTuple):
-    """How many tokens of each guess are worth it, perhaps none, and the tokens a second that are expected then.
+    """How many tokens of each guess are worth it, perhaps none, and the tokens per second that are expected then.
 
     ``attempt``: the numbers to try if none are worth it, with ``attempt_speed``. ``row_s``: see ``Worth``.
     """
@@ -360,7 +360,7 @@ class Gate:
         return self.drafter.seconds(drafts, whole=True) <= self._credit * plain_s
 
     def _best(self, n_decoding: int, guesses: Sequence[Guess], n_room: int, plain_s: float) -> _Choice:
-        """Return the lengths of these guesses that bring the most tokens a second, if any are worth it."""
+        """Return the lengths of these guesses that bring the most tokens per second, if any are worth it."""
         drafting = {guess.request for guess in guesses if guess.is_draft}
         best: Mapping[Request, int] = {}
         attempt: Mapping[Request, int] = {}

@@ -169,7 +169,7 @@ class SetTurns:
         return self._idle_s > _WORTH * self.change_s
 
     def changed(self) -> None:
-        """Note that the next step is the first with another set."""
+        """Record that the next step is the first with another set."""
         self.n_changes += 1
         self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0
 

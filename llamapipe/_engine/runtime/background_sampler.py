@@ -225,7 +225,7 @@ class BackgroundSampler:
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
     def took(self, *tokens: int) -> None:
-        """Note that these tokens were drawn from native rows, and begin to compute the next mask."""
+        """Record that these tokens were drawn from native rows, and begin to compute the next mask."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)

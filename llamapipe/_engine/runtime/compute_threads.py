@@ -284,7 +284,7 @@ class ThreadTuner:
             self._restart_cores(self._load, now_s)
 
     def launched(self, n_tokens: int) -> None:
-        """Note that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
+        """Record that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
         now_s = perf_counter()
         if self._by_time is not None:
             self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)

@@ -142,7 +142,7 @@ class DraftModel:
 
     # ---- what a draft would bring and cost
     def begin(self) -> None:
-        """Note that the next step is being decided on."""
+        """Record that the next step is being decided on."""
         self._began_s = perf_counter()
 
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -159,7 +159,7 @@ class DraftModel:
         return Guess(request, range(n), held.right.mean, is_draft=True, sure=held.sure.mean)
 
     def _find_missing(self, held: _Held, request: Request) -> None:
-        """Note how many of a request's tokens are not in the cells of its sequence."""
+        """Record how many of a request's tokens are not in the cells of its sequence."""
         n_dropped = len(request.dropped)
         # Tokens that were equal before need not be compared again.
         first = held.n_equal if n_dropped == held.n_dropped else 0
@@ -645,7 +645,7 @@ class DFlashDraft(MtpLayer):
         self._context.decode_blocks(batch.tokens, batch.positions, batch.seq_ids)
 
     def _note(self, times: StepTimes, n: int) -> None:
-        """Note what a decode of ``n`` entries took, which began at the end of the one before."""
+        """Record what a decode of ``n`` entries took, which began at the end of the one before."""
         now_s = perf_counter()
         times.observe(_rounded(n), now_s - self._since_s)
         self._since_s = now_s

@@ -109,7 +109,7 @@ class Choices:
         self._failed = False
 
     def note_first_token(self, request: Request) -> None:
-        """Note the time of the first token of any choice."""
+        """Record the time of the first token of any choice."""
         self.first_at = perf_counter()
         left_queue_at = request.left_queue_at
         self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)

@@ -119,7 +119,7 @@ class EngineThread:
             self._inbox.put(self.loop.add, *requests)
 
     def begin_list(self, key: object, submit_rest: Callable[[], None]) -> None:
-        """Note a list that is submitted in parts.
+        """Record a list that is submitted in parts.
 
         ``close`` calls ``submit_rest``, because a caller waits for the whole list. Raises EngineClosedError.
         """
@@ -136,7 +136,7 @@ class EngineThread:
         self._inbox.put(function, *arguments)
 
     def note_waiting_thread(self) -> None:
-        """Note that the calling thread is about to submit a request and to wait for it.
+        """Record that the calling thread is about to submit a request and to wait for it.
 
         If no other thread could submit first, an idle engine starts its step at once.
         """
@@ -149,7 +149,7 @@ class EngineThread:
         self._inbox.single_caller = is_single
 
     def note_waiting_task(self) -> None:
-        """Note that a task is about to submit: other tasks of its event loop may submit before the step."""
+        """Record that a task is about to submit: other tasks of its event loop may submit before the step."""
         self._inbox.single_caller = False
 
     def fork(self, parent: Request, child: Request) -> None:

@@ -32,7 +32,7 @@ _GUESSES = (
     "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
 )
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
-_FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
+_FLASH_ATTENTION = "flash attention is used where the backend supports it; there is not an option"
 _ALWAYS_ON = "it is always on; leave the option out"
 _PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: device})) places tensors"
 _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"
@@ -223,7 +223,7 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 
 
 def path_meant(path: str, known: Iterable[str]) -> str | None:
-    """Return the known server path that an unknown one probably means; Returns None if there is none.
+    """Return the known server path that an unknown one probably means; None if there is none.
 
     The path may contain a typing error. The base URL may have a part too many or too few (``/v1/v1/messages``,
     ``/messages``). Or the end may be missing, if only one path begins like this, or all others begin with that one.

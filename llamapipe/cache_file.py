@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
 
 def is_writable(key: Hashable) -> bool:
-    """Return whether a key means the same in another process, being made of texts, bytes, numbers and None."""
+    """Return whether a key means the same in another process: it may consist of strings, bytes, numbers and None."""
     if isinstance(key, tuple):
         return all(map(is_writable, key))
     return key is None or isinstance(key, (str, bytes, int, float))
@@ -114,7 +114,7 @@ def _checked(fields: Any) -> Head:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """Open a file for reading, if it belongs to this user and is no symbolic link.
+    """Open a file for reading, if it belongs to this user and is not a symbolic link.
 
     Raises OSError; ValueError for a file that others could write.
     """

@@ -225,8 +225,8 @@ class Engine(BlockingCalls, AsyncOwner):
       the model has loaded, now or later. ``docs/guides/adapters.md`` says which adapters share a step.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
-    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` have the values in use, ``kv_events`` has the
-    addresses that KV events are sent from, ``trace`` has the timeline.
+    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` hold the values in use, ``kv_events`` the
+    addresses that KV events are sent from, and ``trace`` the timeline.
 
     Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ..., "content":
     ...}``, or a str, which is a single user message. ``params`` is as for ``generate``, except that ``max_tokens`` is
@@ -241,7 +241,7 @@ class Engine(BlockingCalls, AsyncOwner):
     markers, ``"deepseek-legacy"`` does both. ``truncation``: ``"auto"`` drops the oldest turns of a conversation that
     fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
 
-    Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
+    Any thread. Close it before its model, or use ``with`` or ``async with``. After ``fork()`` it refuses work in the
     child.
 
     Raises TypeError and ValueError for bad options (``docs/reference/options.md`` has the ranges), ModelLoadError for a
@@ -431,7 +431,10 @@ class Engine(BlockingCalls, AsyncOwner):
     def _load_draft(
         self, undo: ExitStack, draft: Model | str | os.PathLike[str] | None, model: Model
     ) -> Model | None:
-        """Return the draft model, loaded if ``draft`` is a path; None if ``draft`` is no model. Raises ValueError."""
+        """Return the draft model, loaded if ``draft`` is a path; None if ``draft`` is not a model.
+
+        Raises ValueError.
+        """
         self._draft_model: Model | None = None  # if the engine loaded it
         if draft is None or draft in MTP_CHOICES:
             return None
@@ -765,7 +768,10 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncStream:
-        """Start to fill in and return an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        """Start filling in and return an iterator over the deltas, as ``stream`` does.
+
+        Takes the arguments of ``infill``.
+        """
         self._engine_thread.check_open()
         tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
         return self.astream(tokens, params, timeout=timeout, block=block)
@@ -1243,7 +1249,7 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     def save_conversation(self, name: str, path: Path) -> tuple[int, int]:
-        """Write the cells of a conversation to a file. Return its number of tokens and the bytes of the file.
+        """Write the cells of a conversation to a file. Return its number of tokens and the file's size in bytes.
 
         A conversation is the sequence of the last request of this tenant that was made while
         ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is complete, and only the
@@ -1264,7 +1270,7 @@ class Engine(BlockingCalls, AsyncOwner):
             sequence.close()
 
     def load_conversation(self, name: str, path: Path) -> int:
-        """Cache the cells in a file from ``save_conversation`` under a name. Return the number of tokens.
+        """Cache, under a name, the cells that ``save_conversation`` wrote to a file. Return the number of tokens.
 
         Any later request with the same tenant, salt and adapters that begins with these tokens uses them. Any thread.
         Raises OSError, InvalidRequestError for a file that is damaged, too long, or of another model or tenant.
@@ -1309,7 +1315,7 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Record that a conversation continues soon, for instance when a tool has run: its cells are evicted last.
+        """Announce that a conversation will continue soon, such as when a tool has run: its cells are evicted last.
 
         Call ``release_conversation`` when it does. See ``save_conversation``. Does not wait. Any thread.
         """

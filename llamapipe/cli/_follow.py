@@ -30,7 +30,9 @@ def follow(args: argparse.Namespace) -> int:
     if args.output is not None:
         return _follow_job(args.input, args.output)
     if not str(args.input).startswith(_BATCH):
-        raise UsageError(f"{args.input} is no id of a batch; give -o OUT to follow the job that writes it")
+        raise UsageError(
+            f"{args.input} is not the id of a batch; give -o OUT to follow the job that writes it"
+        )
     return _follow_batch(args)
 
 

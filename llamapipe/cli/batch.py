@@ -1,4 +1,4 @@
-"""``llamapipe batch``: a file of prompts, conversations or requests in, a file of results out."""
+"""``llamapipe batch``: answers a file of prompts, conversations or requests, and writes a file of results."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 def _folder(text: str) -> Path:
     path = path_of(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+        raise argparse.ArgumentTypeError(f"there is not a folder {text}")
     return path
 
 

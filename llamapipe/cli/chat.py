@@ -1,4 +1,4 @@
-"""``llamapipe chat``: a conversation at the terminal.
+"""``llamapipe chat``: holds a conversation at the terminal.
 
 ``Session`` answers messages and runs commands such as ``/save``, ``Conversation`` holds the messages, ``read_entry``
 reads them from a terminal or a pipe.

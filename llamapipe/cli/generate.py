@@ -1,4 +1,4 @@
-"""``llamapipe generate``: continue one prompt, streaming, or many at once."""
+"""``llamapipe generate``: continues one prompt as a stream, or many at once."""
 
 from __future__ import annotations
 

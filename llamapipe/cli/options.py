@@ -54,7 +54,7 @@ def byte_count(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     n = 0 if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
     if n < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 500MiB, or 6GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 500MiB, or 6GiB")
     return n
 
 
@@ -246,7 +246,7 @@ _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def for_commands(*options: Option) -> list[Option]:
-    """Return those of the options that commands have."""
+    """Return the options that commands accept."""
     return [option for option in options if option.metavar is not None]
 
 

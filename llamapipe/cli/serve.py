@@ -1,4 +1,4 @@
-"""``llamapipe serve``: an HTTP server for clients of OpenAI's API."""
+"""``llamapipe serve``: runs an HTTP server for clients of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def _served(
 
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the workers. Only they load the model; this process loads nothing of llama.cpp."""
+    """Run the workers. Only they load the model; this process loads no part of llama.cpp."""
     from llamapipe.fleet.command import command_with
     from llamapipe.fleet.placement import placements
     from llamapipe.fleet.supervisor import Supervisor, WorkerFailedError
@@ -475,7 +475,7 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve several models, each in a separate process; this process loads nothing of llama.cpp."""
+    """Serve several models, each in a separate process; this process loads no part of llama.cpp."""
     from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.fleet.budget import Budget
     from llamapipe.fleet.command import command_with
@@ -720,7 +720,7 @@ def listening_socket(host: str, port: int, option: str = "--port") -> socket:
 
 
 def has_template(path: Path) -> bool:
-    """Return whether a GGUF file, which was loaded before, has a chat template. Loads nothing of llama.cpp."""
+    """Return whether a GGUF file, which was loaded before, has a chat template. Does not use llama.cpp."""
     with path.open("rb") as file:
         head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return "tokenizer.chat_template" in head.entries

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 class WorkerOptions(NamedTuple):
     """The settings of a worker.
 
-    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets.
+    ``open_engine`` makes the engine and registers its closing with the ExitStack that it gets; it runs in a thread.
     ``folder``: where the frontend's tokenizer files are written. ``registration``: how the model and its adapters are
     registered, as fields of Dynamo's ``WorkerConfig``.
     """

@@ -221,7 +221,7 @@ def check_control_vector(
         kind = text(head.entries, "general.architecture")
         if kind != "controlvector":
             raise Damage(
-                f"it is no control vector (general.architecture is {kind!r}); give the file that llama.cpp's "
+                f"it is not a control vector (general.architecture is {kind!r}); give the file that llama.cpp's "
                 "cvector-generator or repeng wrote"
             )
         if architecture in _UNSTEERED:
@@ -249,7 +249,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
         named = _DIRECTION.fullmatch(tensor.name)
         if named is None:
             raise Damage(
-                f"the tensor {tensor.name!r} is no direction: its name must be direction.LAYER, with a layer from 1 on"
+                f"the tensor {tensor.name!r} is not a direction: its name must be direction.LAYER, with a layer from 1 on"
             )
         layer = int(named[1])
         if layer >= n_layer:

@@ -27,7 +27,7 @@ _MOST_PIXELS: Final = 2**31 - 1  # of an image that is resized for libmtmd
 
 
 class _Resized(NamedTuple):
-    """How libmtmd limits the tokens of images that keep their proportions, for one kind of projector.
+    """libmtmd's limits on the tokens of images that keep their proportions, for one kind of projector.
 
     ``least``, ``most``: libmtmd's limits, or None. ``key``: the file's key for the number of patches along a side of a
     token; ``side``: the number if the file lacks that key. ``from_file``: limits in the file take precedence over
@@ -140,7 +140,7 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
 
 
 def is_mmproj(name: str) -> bool:
-    """Return whether a file is a projector's, according to its name."""
+    """Return whether a file is a projector, judging by its name."""
     return name.lower().startswith("mmproj") and name.lower().endswith(".gguf")
 
 

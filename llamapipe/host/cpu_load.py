@@ -1,4 +1,4 @@
-"""How busy the machine is, and how many threads each of this process's engines may compute with.
+"""Measures how busy the machine is, and divides the cores among this process's engines.
 
 Linux reports the run delay of threads, the idle time of cores and the throttling of groups. Each class opens its files
 once; a read takes a few microseconds for a thread and some tens for all cores.
@@ -97,7 +97,7 @@ class IdleCores:
 
 
 class Throttling:
-    """How often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
+    """Counts how often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
 
     A throttled thread counts as waiting for a core, although no other work has taken the core.
     """
@@ -169,7 +169,7 @@ _marks: tuple[tuple[object, CoreTimes], ...] = ()
 
 
 def mark_cores() -> None:
-    """Record how long cores have been idle, for engines that soon begin to compute. Takes 0.1 ms; any thread.
+    """Record how long cores have been idle, for engines that will soon begin to compute. Takes 0.1 ms; any thread.
 
     An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
     """
@@ -224,7 +224,7 @@ def free_cores(seconds: float) -> float | None:
 
 
 class OtherWork:
-    """How many of this process's cores other processes have used, on average, since the last reading.
+    """Measures how many of this process's cores other processes have used, on average, since the last reading.
 
     Raises OSError if the system does not report it.
     """

@@ -106,7 +106,7 @@ _OTHERS = "other reasons"
 
 
 class _Reasons(Counter[str]):
-    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that it passes."""
+    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that ``asdict`` passes."""
 
     def __init__(self, counts: Iterable[tuple[str, int]] | Mapping[str, int] = ()) -> None:
         super().__init__(dict(counts))

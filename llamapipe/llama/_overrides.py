@@ -122,7 +122,7 @@ def placed_tensors(
             compiled = re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"tensor_placement has the pattern {quoted(pattern)}, which is no regular expression: {error}"
+                f"tensor_placement has the pattern {quoted(pattern)}, which is not a regular expression: {error}"
             ) from None
         matched = [name for name in names if compiled.search(name)]
         if not matched:

@@ -67,9 +67,9 @@ class Context(Owner):
 
     - ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
       number needs ``kv_unified``).
-    - ``n_batch``, ``n_ubatch``: most tokens in a decode, and in the physical chunks it is cut into (the batches of
+    - ``n_batch``, ``n_ubatch``: maximum tokens in a decode, and in the physical chunks it is cut into (the batches of
       models that are not causal are not cut).
-    - ``n_outputs_max``: most output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
+    - ``n_outputs_max``: maximum output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
       ``n_more_outputs`` is added to it. The sum bounds memory.
     - ``type_k``, ``type_v``: number formats of the cache. ``flash_attn``: ``"auto"`` (off on software devices),
       ``"on"`` or ``"off"``.
@@ -88,7 +88,7 @@ class Context(Owner):
       create it before the first decode, with the same sizes, types and flags, and never clear it.
     - ``is_causal``: False: tokens see those after them in a decode; ``n_ubatch`` must then be ``n_batch``.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
-      ``logits`` has nothing then. ``has_ring`` is False if there can be no ring.
+      ``logits`` cannot read them then. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
       ``graph_problem`` why not.
     - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also compute products of
@@ -561,7 +561,7 @@ class Context(Owner):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp reused its last compute graph."""
+        """The number of times that llama.cpp has reused its last compute graph."""
         return int(self._native.lib.llama_perf_context(self.llama).n_reused)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
@@ -677,7 +677,7 @@ class Context(Owner):
         return handle
 
     def release_thread(self) -> None:
-        """Let another thread take the context over."""
+        """Let another thread take over the context."""
         self._owner = None
 
     def close(self) -> None:

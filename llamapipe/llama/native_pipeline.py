@@ -151,7 +151,7 @@ class NativePipeline(NotCopyable):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp reused its last compute graph; after closing, the last count."""
+        """The number of times that llama.cpp has reused its last compute graph; after closing, the last count."""
         try:
             # Otherwise it is being closed just now.
             if self._closing.acquire(blocking=False) and not self.context.closed:
@@ -247,7 +247,7 @@ class SavedCells(NotCopyable):
         return again
 
     def load_state(self, context: Context, seq_id: int, n: int) -> bool:
-        """Rewind a sequence to its first ``n`` positions, where this state was copied. If False, it is now empty.
+        """Rewind a sequence to its first ``n`` positions, where this state was copied. Return False if it is empty now.
 
         Raises DecodeError.
         """

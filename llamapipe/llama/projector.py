@@ -209,7 +209,7 @@ class Projector:
             return media
 
     def _bytes_of(self, media: Media) -> int:
-        """Return the bytes of the rows, or of the pixels they will be made from: at least 32 × 32 for each row."""
+        """Return the size in bytes of the rows, or of the pixels they will be made from: at least 32 × 32 per row."""
         n_bytes = 0
         for part in media.parts:
             if isinstance(part, MediaChunk):

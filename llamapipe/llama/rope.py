@@ -1,4 +1,4 @@
-"""How a context scales the positions of rotary embeddings, if not as the model's file says.
+"""Scales the positions of rotary embeddings in other ways than the model's file says.
 
 A model that was trained with contexts of N tokens can read longer ones if positions are scaled into the range it knows.
 ``"linear"`` divides all positions. ``"yarn"`` (arXiv 2309.00071) divides them for slow rotations only and sharpens

@@ -325,7 +325,7 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
     except (OSError, ValueError, RuntimeError):  # there is none; a NUL in it; a link to itself
         is_inside = False
     if not is_inside:
-        raise InvalidRequestError(f"{place}: {quoted(name[:80])} is no file in {folder} or below it")
+        raise InvalidRequestError(f"{place}: {quoted(name[:80])} is not a file in {folder} or below it")
     return path
 
 
@@ -381,7 +381,7 @@ def _of_data_url(place: str, url: str) -> bytes:
     match = _DATA_URL.match(url)
     if match is None:
         raise InvalidRequestError(
-            f"{place}: {quoted(url[:80])} is no data URL; only data:image/…;base64,… is read, no address is fetched"
+            f"{place}: {quoted(url[:80])} is not a data URL; only data:image/…;base64,… is read, no address is fetched"
         )
     return _of_base64(place, url[match.end() :])
 
@@ -394,4 +394,4 @@ def _of_base64(place: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequestError(f"{place}: the text is no base64: {error}") from None
+        raise InvalidRequestError(f"{place}: the text is not base64: {error}") from None

@@ -111,7 +111,7 @@ class EngineSpec:
                 if option not in known:
                     hint = did_you_mean(str(option), known)
                     raise ValueError(
-                        f"{options} has {quoted(option)}, which is no option of {kind.__name__} here{hint}"
+                        f"{options} has {quoted(option)}, which is not an option of {kind.__name__} here{hint}"
                     )
             object.__setattr__(self, options, dict(values))
         for files in ("adapters", "control_vectors"):
@@ -121,7 +121,7 @@ class EngineSpec:
 
     @property
     def n_seq_max(self) -> int:
-        """How many requests the engine computes at once."""
+        """The number of requests that the engine computes at once."""
         default = inspect.signature(Engine).parameters["n_seq_max"].default
         n = self.engine_options.get("n_seq_max", default)
         return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]

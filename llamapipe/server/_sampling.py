@@ -386,7 +386,7 @@ def _check_texts(name: str, value: str | list[str] | None, most: int, most_chara
 
 
 def _biases(logit_bias: dict[str, float]) -> Iterator[tuple[int | str, float]]:
-    """Yield the biases of token ids and of texts, which are the keys that are no numbers. Raises ApiError 400."""
+    """Yield the biases of token ids and of texts, which are the keys that are not numbers. Raises ApiError 400."""
     for key, value in logit_bias.items():
         is_id = key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS
         if not is_id and (not key or key.removeprefix("-").isdigit()):

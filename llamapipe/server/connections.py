@@ -45,8 +45,8 @@ _log = logging.getLogger("llamapipe.server")
 class Connections:
     """All connections of a server, by address.
 
-    ``per_address``: the most connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
-    request's head must arrive. ``at_most``: the most connections in total; None allows as many as there are
+    ``per_address``: the maximum connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
+    request's head must arrive. ``at_most``: the maximum connections in total; None allows as many as there are
     descriptors, less a reserve.
     """
 
@@ -68,7 +68,7 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Accept a connection, replacing another one if need be. Returns False if none can be replaced."""
+        """Accept a connection, replacing another one if necessary. Returns False if none can be replaced."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)

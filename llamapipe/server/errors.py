@@ -122,7 +122,7 @@ def shutting_down() -> ApiError:
 
 
 def wrong(place: str, key: str, problem: str) -> ApiError:
-    """Return the error 400 for a field of what is at ``place`` in the request."""
+    """Return error 400 for a field of the object at ``place`` in the request."""
     return ApiError(400, f"{place}: {problem}", f"{place}.{key}")
 
 
@@ -132,7 +132,7 @@ def no_model(message: str, param: str = "model") -> ApiError:
 
 
 def code_of(error: Exception) -> str | None:
-    """Return the code of the engine's error about a request: that of a prompt that does not fit, or None."""
+    """Return the code for the engine's error about a request: the code of a prompt that does not fit, or None."""
     return TOO_LONG if "n_ctx" in str(error) else None
 
 

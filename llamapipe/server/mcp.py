@@ -41,7 +41,7 @@ MOST_TOOLS = 1024  # of a server: a grammar holds no more
 _MOST_PAGES = 64
 _MOST_LINE = 2**23  # bytes of a message
 _MOST_UNASKED = 2**26  # bytes that a server may send between two requests
-_MOST_GARBAGE = 100  # lines that are no messages, such as banners
+_MOST_GARBAGE = 100  # lines that are not messages, such as banners
 _MOST_ERROR = 300  # characters
 _MOST_STDERR = 2000  # bytes of its last words, for the log
 _GRACE_S = 2.0  # after its input is closed, and again after SIGTERM
@@ -672,7 +672,7 @@ class _Stdio:
                 except ValueError:
                     self._n_garbage += 1
                     if self._n_garbage > _MOST_GARBAGE:
-                        self._is_bad(process, "writes lines that are no messages of MCP, and is ended")
+                        self._is_bad(process, "writes lines that are not MCP messages, and is ended")
                         return
                     continue
                 self.read_at = monotonic()

@@ -113,7 +113,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """Return the address that a socket listens on; for a Unix socket ``unix:PATH``, which is no loopback address."""
+    """Return the address that a socket listens on; for a Unix socket ``unix:PATH``, which is not a loopback address."""
     address = sock.getsockname()
     return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
 

@@ -71,8 +71,8 @@ class ServerSettings:
     - ``max_messages``: maximum number of messages of a conversation (each part of a message counts), of items of a
       Responses input, or of texts to embed, rank or score.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
-      otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
-      and the most tokens to detokenize.
+      otherwise it is refused before it is rendered or tokenized. Also the maximum characters of a text to embed or
+      rank, and the maximum tokens to detokenize.
     - ``max_sound_s``: maximum length of a sound, in seconds. Preparing a sound is a single call, which ``timeout_s``
       cannot interrupt.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
@@ -103,7 +103,7 @@ class ServerSettings:
       the chat template; a request's arguments override them.
     - ``system``: the system prompt of conversations that have none, in every API; a system prompt in the request or in
       a Modelfile replaces it. Transcriptions and ``/apply-template`` do not use it.
-    - ``keep_requests``: the number of last requests for which ``/requests`` and the page show where their time went,
+    - ``keep_requests``: the number of recent requests for which ``/requests`` and the page show where their time went,
       without texts.
     - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored; it is created if need
       be, and only its user may read it. None: nothing is stored. ``store_bytes``: its maximum size, beyond which the
@@ -113,8 +113,8 @@ class ServerSettings:
       servers by label. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in
       ``media_urls``, on which requests may name MCP servers by address. Empty: they may not. ``mcp_timeout_s``: seconds
       in which an MCP server must start, and answer each call. ``max_mcp_calls``: tool calls for one answer; after that,
-      the model continues without calls. ``max_mcp_characters``: the most characters of a call's result; the rest is cut
-      off.
+      the model continues without calls. ``max_mcp_characters``: the maximum characters of a call's result; the rest is
+      cut off.
     - ``max_background``: answers with ``background: true`` that may be waiting or running for one key; more are
       answered 429.
     - ``files_bytes``: total size of the files that clients upload and of their batches' results; each key has an equal
@@ -182,12 +182,12 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"cors_origins: {quoted(origin)} is no origin; write scheme://host or scheme://host:port, or '*'"
+                    f"cors_origins: {quoted(origin)} is not an origin; write scheme://host or scheme://host:port, or '*'"
                 )
         for host in self.allow_hosts:
             if not _HOST.fullmatch(host):
                 raise ValueError(
-                    f"allow_hosts: {quoted(host)} is no host; write a name without a scheme, or '*'"
+                    f"allow_hosts: {quoted(host)} is not a host; write a name without a scheme, or '*'"
                 )
         for option in (*SERVER, *ACCESS, *LIMITS):
             check_option(option, getattr(self, option.name))
@@ -209,12 +209,12 @@ class ServerSettings:
         for name in ("media_urls", "mcp_urls"):
             for host in getattr(self, name):
                 if host == "*" or not _HOST.fullmatch(host):
-                    raise ValueError(f"{name}: {quoted(host)} is no host; write HOST or HOST:PORT")
+                    raise ValueError(f"{name}: {quoted(host)} is not a host; write HOST or HOST:PORT")
         for name in ("slot_save_path", "lora_path", "media_path"):
             if (path := getattr(self, name)) is not None:
                 folder = path_of(path)
                 if not folder.is_dir():
-                    raise ValueError(f"{name}: {folder} is no folder")
+                    raise ValueError(f"{name}: {folder} is not a folder")
                 object.__setattr__(self, name, folder)
         if self.store is not None:
             object.__setattr__(self, "store", path_of(self.store))

@@ -353,7 +353,7 @@ class SchemaGrammar:
             return self._number(pointer, node)
         group = "number" if kind == "integer" else kind
         if group not in OF_TYPE:
-            self._fail(pointer, "type", f"{quoted(kind)} is no type")
+            self._fail(pointer, "type", f"{quoted(kind)} is not a type")
         return self._json({"type": kind, **{k: node[k] for k in OF_TYPE[group] if k in node}})
 
     def _integer(self, pointer: str, node: Node) -> str:

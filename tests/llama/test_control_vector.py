@@ -155,9 +155,9 @@ F32 = np.ones(N_EMBD, np.float32)
     ("tensors", "message"),
     [
         ({}, "it has no tensors"),
-        ({"direction.0": F32}, "'direction.0' is no direction"),
-        ({"direction.01": F32}, "'direction.01' is no direction"),
-        ({"blk.1.attn_q.weight": F32}, "is no direction"),
+        ({"direction.0": F32}, "'direction.0' is not a direction"),
+        ({"direction.01": F32}, "'direction.01' is not a direction"),
+        ({"blk.1.attn_q.weight": F32}, "is not a direction"),
         ({"direction.5": F32}, "a direction for layer 5, and this model's last layer is 4"),
         ({"direction.1": F32[:32]}, "is 32, and 64 numbers fit this model"),
         ({"direction.1": np.ones((2, N_EMBD), np.float32)}, "is 64 × 2, and 64 numbers fit"),

@@ -176,7 +176,7 @@ class TestRows:
         assert "options must be an object" in out[1]["error"]
         assert "did you mean max_tokens" in out[2]["error"]
         assert out[3]["error"].startswith("ValueError")
-        assert "'prompt' is no option" in out[4]["error"]
+        assert "'prompt' is not an option" in out[4]["error"]
 
     def test_conversations(self, completer: Any) -> None:
         spoken = [[{"role": "user", "content": "The cat"}], None]

@@ -117,7 +117,7 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
         ({"file": WAV[:20]}, "cannot be decoded"),
         ({"file": WAV, "stream": "true"}, "stream is true"),
         ({"file": WAV, "response_format": "srt"}, "there is 'json' and 'text'"),
-        ({"file": WAV, "temperature": "hot"}, "temperature is 'hot', which is no number"),
+        ({"file": WAV, "temperature": "hot"}, "temperature is 'hot', which is not a number"),
         ({"file": WAV, "temperature": "-1"}, "temperature"),
         ({"file": WAV, "max_tokens": "0"}, "max_tokens"),
         ({"file": WAV, "prompt": b"\xff"}, "prompt is not UTF-8"),

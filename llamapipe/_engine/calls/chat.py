@@ -1,4 +1,4 @@
-"""From a conversation to a checked prompt, and from generated text to an answer.
+"""Turns conversations into checked prompts, and generated text into answers.
 
 Open this file to change how messages, tools and a response format become a prompt and a grammar.
 

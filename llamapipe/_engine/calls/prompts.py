@@ -1,4 +1,4 @@
-"""From prompts and params to checked requests.
+"""Turns prompts and params into checked requests.
 
 Open this file to change what a prompt may be, when it is refused, or which fields of a request follow from params.
 
@@ -248,7 +248,7 @@ class RequestBuilder:
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
-        """Refuse one sequence of too many token ids after a look at the first id only."""
+        """Refuse a sequence of too many token ids. Only its first id is read."""
         if isinstance(prompt, (list, tuple)):
             first = prompt[0] if prompt else None
         elif getattr(prompt, "ndim", None) == 1:

@@ -1,4 +1,4 @@
-"""From prompts and continuations to the requests that score them, and back to the result's shape.
+"""Turns prompts and continuations into requests that score them, and gives the result its shape.
 
 Open this file to change what ``score``, ``score_tokens`` or ``perplexity`` computes together.
 

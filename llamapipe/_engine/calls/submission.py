@@ -1,4 +1,4 @@
-"""How the requests of a call enter the engine loop, and how their results are collected.
+"""Brings the requests of a call into the engine loop, and collects their results.
 
 Open this file when a call hangs, loses a result, or leaves requests running after its caller has gone.
 

@@ -147,7 +147,7 @@ class Span(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """An activated LoRA: ``adapters`` compute a text from the last occurrence of the tokens ``invocation`` on."""
+    """An activated LoRA: ``adapters`` compute from the last occurrence of the tokens ``invocation`` onward."""
 
     adapters: Hashable
     invocation: tuple[int, ...]
@@ -409,7 +409,7 @@ class Request:
         return n
 
     def drop_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Drop the tokens from ``begin`` to before ``end``, and only whole spans. Return the range that was dropped."""
+        """Drop the tokens from ``begin`` to before ``end``, but only whole spans. Return the range that was dropped."""
         for span in self.spans:
             if span.begin < begin < span.end:
                 begin = span.begin
@@ -580,8 +580,8 @@ class CellChanges(NamedTuple):
     """The outcome of a batch of memory operations.
 
     ``lost``: sequences that have no cells now, because an operation on them was not possible. ``saved``: the keys of
-    the sequences and states to be saved, with their bytes; None: not saved. ``stale``: sequences whose state belongs to
-    a later place than the one to go back to; their cells are unchanged.
+    the sequences and states to be saved, with their sizes in bytes; None: not saved. ``stale``: sequences whose state
+    belongs to a later place than the one to go back to; their cells are unchanged.
     """
 
     lost: set[int]

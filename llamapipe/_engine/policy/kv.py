@@ -1,4 +1,4 @@
-"""Which KV cells hold which tokens, and how to change the cells.
+"""Tracks which KV cells hold which tokens, and decides how the cells change.
 
 Open this file to change what is reused, saved or evicted.
 
@@ -259,7 +259,7 @@ class KvCache:
         return self._store.budget + self._states.budget
 
     def n_bytes_of(self, n: int) -> int:
-        """Return about how many bytes ``n`` saved cells take."""
+        """Return the approximate size in bytes of ``n`` saved cells."""
         return int(n * self._cell_bytes) + self._fixed_bytes
 
     def n_saved_cells(self, key: int) -> int:

@@ -86,8 +86,7 @@ class PrefillBudget:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
-        """Return the maximum prompt tokens of a step in which requests decode, for a prompt part from this position
-        onward.
+        """Return the maximum prompt tokens of a step with decoding requests, for a prompt part from this position.
 
         ``n_turns``: how many such steps may come between two tokens of a stream, and so share the time.
         """

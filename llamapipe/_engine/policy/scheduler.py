@@ -164,7 +164,7 @@ class Scheduler:
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be in flight. Decoding needs the tokens of the previous step; scoring does not."""
+        """The maximum number of steps in flight. Decoding needs the previous step's tokens; scoring does not."""
         builder = self.batch_builder
         # The cheap question first.
         if builder.depth <= builder.n_micro_batches or not self._running.only_scores:
@@ -646,7 +646,7 @@ class Scheduler:
     def observe(self, plan: BatchPlan, seconds: float, turn_s: float | None = None) -> None:
         """Learn the time of a step, from its launch until its tokens were sampled.
 
-        ``turn_s``: of its whole turn of the loop, which callers wait for; None: the same.
+        ``turn_s``: the time of the loop's whole turn, which callers wait for; None: the same.
         """
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):

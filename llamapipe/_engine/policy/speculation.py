@@ -218,7 +218,7 @@ def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
 
 
 class _Choice(NamedTuple):
-    """How many tokens of each guess are worth it, perhaps none, and the tokens per second that are expected then.
+    """The number of tokens of each guess that are worth computing, and the tokens per second expected with them.
 
     ``attempt``: the numbers to try if none are worth it, with ``attempt_speed``. ``row_s``: see ``Worth``.
     """
@@ -248,16 +248,16 @@ class Gate:
     ``n_most``: maximum guessed tokens of a step; 0: never any. ``splits``: if one sequence has more tokens than the
     others, the extra tokens are a separate ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes
     the tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before
-    another ubatch takes the cells that the window has left because of them. So all guesses of a step have equally many
-    tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
-    states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
+    another ubatch reuses the cells that fell out of the window because of them. So all guesses of a step have equally
+    many tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``:
+    kept states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
     ``n_longest``: maximum guessed tokens of a request.
 
     Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
     adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
     that may cost more than is left is not made, whatever is expected of it. One that is only tried also pays for the
-    prompt that it computes first. The first of all, before anything is known, costs no more than there is: its prompt
-    would else end drafts for thousands of steps.
+    prompt that it computes first. The very first draft, of which nothing is known, is charged no more than the credit:
+    otherwise its prompt would end drafts for thousands of steps.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class BackgroundSampler:
             self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
 
     def _run_jobs(self) -> None:
-        """Run jobs until there are none, unless another thread does so. That thread looks again after it let go.
+        """Run jobs until there are none, unless another thread does so. That thread checks again when it stops.
 
         Computing a mask releases the interpreter's lock; accepting a token holds it, for 30 ms in bad grammars. So jobs
         after a long mask are left to a thread with normal priority, because others wait for that lock.

@@ -429,7 +429,7 @@ class DiskCache:
             status = folder.lstat()
             problem = None
             if not stat.S_ISDIR(status.st_mode):
-                problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no folder"
+                problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
             elif not files.is_ours(status):
                 problem = f"belongs to user {status.st_uid}"
             elif files.may_be_written_by_others(status):

@@ -84,7 +84,7 @@ class _Held:
 
 
 class _Batch(NamedTuple):
-    """The entries of a decode. ``before``: of a drafted token, the entry that it was drafted from; else -1."""
+    """The entries of a decode. ``before``: for a drafted token, the entry that it was drafted from; else -1."""
 
     tokens: list[int]
     positions: list[int]
@@ -97,7 +97,10 @@ _Entries = list[tuple[Request, Sequence[int]]]  # tokens to compute after those 
 
 
 class _Drafts:
-    """What one call of ``draft`` has drafted. ``chosen``: the most tokens; ``chances``: that all of them are right."""
+    """The drafts of one call.
+
+    ``chosen``: the most tokens to draft; ``chances``: the chance that all of them are right.
+    """
 
     __slots__ = ("chances", "chosen", "tokens", "worth")
 
@@ -210,7 +213,7 @@ class DraftModel:
         held.drafted = []
 
     def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
-        """Return the seconds to draft these numbers of tokens, with a share of those for missing cells or all."""
+        """Return the seconds to draft these numbers of tokens, with a share (or all) of those for missing cells."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -274,7 +277,7 @@ class DraftModel:
         return drafts.ready()
 
     def _missing(self, chosen: Mapping[Request, int]) -> _Entries:
-        """Remove the cells of other tokens than the requests' own. Return the tokens that are not in cells."""
+        """Remove cells of tokens that are not the requests' own. Return the tokens that are not in cells."""
         entries: _Entries = []
         n_room = self._n_room
         for request in chosen:
@@ -504,9 +507,9 @@ class AssistantDraft(DraftModel):
     """Drafts with a Gemma 4 assistant, whose layers have no cells: they read those of the engine's context.
 
     So a draft has no missing tokens to compute. It begins with the request's last token, and the state that the model
-    had before it. All tokens of a draft have that token's position, as in training: they see the cells of the tokens
-    before it, and of each other only the state. llama.cpp must find a free cell for each entry, though nothing is
-    written to it: without one, nothing is drafted until there is.
+    had before it. All tokens of a draft have that token's position, as in training: they attend to the cells of the
+    tokens before it, and see one another only through the state. llama.cpp must find a free cell for each entry, though
+    nothing is written to it: without one, nothing is drafted until there is.
     """
 
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -550,8 +553,8 @@ class DFlashDraft(MtpLayer):
 
     Its cells are not those of tokens: they are computed from earlier inputs of some of the model's layers
     (``Context.inject``). A draft is a block: the request's last token, whose inputs are not known yet, and a mask token
-    for each drafted one. The tokens of a block see all others of it, so a decode has whole blocks. Their cells are
-    removed after it.
+    for each drafted one. Each token of a block attends to all the others, so a decode consists of whole blocks. Their
+    cells are removed after it.
     """
 
     _most_missing = 256
@@ -594,7 +597,7 @@ class DFlashDraft(MtpLayer):
         return drafts.ready()
 
     def _inject(self, entries: _Entries) -> None:
-        """Compute the cells of missing tokens but the last of a request."""
+        """Compute the cells of each request's missing tokens except its last token."""
         positions: list[int] = []
         seq_ids: list[int] = []
         new: list[tuple[_Held, Sequence[int]]] = []
@@ -645,7 +648,7 @@ class DFlashDraft(MtpLayer):
         self._context.decode_blocks(batch.tokens, batch.positions, batch.seq_ids)
 
     def _note(self, times: StepTimes, n: int) -> None:
-        """Record what a decode of ``n`` entries took, which began at the end of the one before."""
+        """Record the time of a decode of ``n`` entries, which began when the previous one ended."""
         now_s = perf_counter()
         times.observe(_rounded(n), now_s - self._since_s)
         self._since_s = now_s
@@ -667,7 +670,10 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
 def _with_states(
     drafter: _Drafting, target: Context, layers: Sequence[int] = (), architecture: str = ""
 ) -> _Drafting:
-    """Make the engine's context keep the states that a drafter reads. ``architecture``: of its file."""
+    """Make the engine's context keep the states that a drafter reads.
+
+    ``architecture``: the architecture of its file.
+    """
     try:
         width = target.model.n_embd * max(len(layers), 1)
         target.keep_states(n_draft_states(target.n_ctx, width, architecture), layers)

@@ -1,4 +1,4 @@
-"""The executor: what the engine loop needs from a context, and how llama.cpp provides it.
+"""The executor: defines what the engine loop needs from a context, and provides it with llama.cpp.
 
 Open this file to change how a batch, a KV operation or a draw reaches native code.
 

@@ -280,7 +280,7 @@ class EngineLoop:
         self._deliver()
 
     def _look_after_late_draws(self) -> bool:
-        """Handle draws that take long: give threads and slots to other requests. Return whether a slot came free."""
+        """Handle draws that take long: give threads and slots to other requests. Return whether a slot became free."""
         self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False

@@ -46,8 +46,9 @@ if hasattr(os, "register_at_fork"):
 class EngineThread:
     """Runs an ``EngineLoop`` on its thread, from ``start`` to ``close``. Methods are for any thread.
 
-    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. A plain
-    attribute, because readers look at it once a token. ``dispatcher``: wakes the mailboxes of this engine's callers.
+    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. It is a
+    plain attribute, because readers check it once per token. ``dispatcher``: wakes the mailboxes of this engine's
+    callers.
     """
 
     def __init__(self, loop: EngineLoop) -> None:

@@ -699,9 +699,9 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> AsyncStream:
         """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
-        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
-        With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
-        answer 429.
+        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise
+        immediately. With ``block=False`` it starts immediately, in a task, so that a full queue raises here: a web
+        service can still answer 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -885,9 +885,10 @@ class Engine(BlockingCalls, AsyncOwner):
         ``before``: tokens of earlier turns, which precede the prompt. With ``truncation="auto"`` the oldest are left
         out.
 
-        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts. With
-        ``block=False`` all other conversations start at once, and a full queue raises here in either case.
+        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise
+        immediately. A long conversation, or one with tools or a response format, is rendered in a worker thread when it
+        starts. With ``block=False`` all other conversations start immediately, and a full queue raises here in either
+        case.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(

@@ -576,7 +576,7 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
         count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
         ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
 
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
+        Returns immediately; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)

@@ -110,7 +110,7 @@ class _Line:
         self._news: str | None = None
 
     def show(self, text: str, news: str | None = None) -> None:
-        """Show the state. If ``news`` has changed, it is written at once."""
+        """Show the state. If ``news`` has changed, it is written immediately."""
         if self.terminal.redraws:
             self.terminal.redraw(text)
         elif time.perf_counter() >= self._next_s or news != self._news:

@@ -285,7 +285,7 @@ class WorkerServer(HttpServer):
                 connection.shutdown()
 
     def stop(self, cancel: bool) -> None:
-        """Refuse new requests and end when the running ones are answered, or at once if ``cancel``."""
+        """Refuse new requests and end when the running ones are answered, or immediately if ``cancel``."""
         self.state.draining = self.should_exit = True
         if cancel:
             self.force_exit = True

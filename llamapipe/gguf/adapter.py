@@ -249,7 +249,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
         named = _DIRECTION.fullmatch(tensor.name)
         if named is None:
             raise Damage(
-                f"the tensor {tensor.name!r} is not a direction: its name must be direction.LAYER, with a layer from 1 on"
+                f"the tensor {tensor.name!r} is not a direction: its name must be direction.LAYER, and LAYER at least 1"
             )
         layer = int(named[1])
         if layer >= n_layer:

@@ -118,7 +118,8 @@ class CoreShare:
     """One process's share of the cores.
 
     ``cores``: the numbers of its cores; empty if the system cannot pin processes. ``n_threads``: how many threads may
-    compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its cores.
+    compute at the same time, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its
+    cores.
     """
 
     cores: tuple[int, ...]

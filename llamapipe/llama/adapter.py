@@ -115,8 +115,8 @@ class Adapter(Named):
     ``size_bytes``: the file's size. ``invocation_tokens``: an activated LoRA applies from the last occurrence of these
     tokens in the prompt onward; empty for other LoRAs.
 
-    Any thread. ``close`` removes the adapter's name from the model at once; the memory is freed when the requests that
-    use it have ended. The adapter is closed with its model.
+    Any thread. ``close`` removes the adapter's name from the model immediately; the memory is freed when the requests
+    that use it have ended. The adapter is closed with its model.
     """
 
     def __init__(self, model: Model, info: AdapterInfo, name: str, weights: Weights) -> None:
@@ -138,7 +138,7 @@ class ControlVector(Named):
     ``path``: its file. ``layers``: the first and the last layer with a direction, counted from 1. ``size_bytes``: the
     file's size.
 
-    Any thread. ``close`` removes its name from the model at once. It is closed with its model.
+    Any thread. ``close`` removes its name from the model immediately. It is closed with its model.
     """
 
     def __init__(self, model: Model, info: ControlInfo, name: str, directions: Directions) -> None:

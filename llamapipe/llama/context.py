@@ -681,7 +681,7 @@ class Context(Owner):
         self._owner = None
 
     def close(self) -> None:
-        """Free the native memory at once; a second call does nothing. Not while a decode runs."""
+        """Free the native memory immediately; a second call does nothing. Not while a decode runs."""
         if self._handle is None or self._pid != os.getpid():
             return
         handle, self._handle = self._handle, None

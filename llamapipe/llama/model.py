@@ -731,7 +731,7 @@ class Model(Owner):
             self._children.pop(id(child), None)
 
     def close(self) -> None:
-        """Free the native memory at once; a second call does nothing.
+        """Free the native memory immediately; a second call does nothing.
 
         Raises EngineClosedError while contexts or engines created from it are open.
         """

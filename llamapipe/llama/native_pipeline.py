@@ -308,7 +308,7 @@ def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePip
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:
         depth = 1 if on_host else 2
-    # A recurrent memory may refuse to forget a part: who asks has to learn of it at once.
+    # A recurrent memory may refuse to forget a part: the caller must learn of it immediately.
     threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
     n_slots = context.n_ring_slots if context.has_ring else depth + 1
     return NativePipeline(context, ring, depth, n_slots, threaded=threaded)

@@ -6,7 +6,8 @@ uvicorn's protocol over llhttp reads requests and writes answers. It trusts its 
 - one request at a time: the next request of a connection is parsed once the client has received the last answer, and
   only a few bytes are read ahead. Otherwise a client that sends requests without reading answers would fill the memory;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
-- an orderly end: if the connection were closed at once, a refused client that is still sending would lose the answer;
+- an orderly end: if the connection were closed immediately, a refused client that is still sending would lose the
+  answer;
 - room for new clients: when there are too many connections, the oldest one without a running request is closed. So a
   client that opens many idle connections cannot keep out other clients or health checks.
 
@@ -188,7 +189,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     # ---- reading
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next read. The event loop reads into it and calls ``buffer_updated`` at once."""
+        """Return the buffer for the next read.
+
+        The event loop reads into it and immediately calls ``buffer_updated``.
+        """
         return self._limits.buffer[: max(_PIECE - len(self._ahead), 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -444,7 +448,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._linger_on()
 
     def _linger(self) -> None:
-        """Signal the end of the data, and keep reading for a while: closing at once would discard the answer."""
+        """Signal the end of the data, and keep reading for a while: closing immediately would discard the answer."""
         self._is_ending = self._is_lingering = True
         self._ahead = b""
         self._set_full(False)

@@ -739,7 +739,10 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
 
 
 def _end(process: asyncio.subprocess.Process, at_once: bool) -> None:
-    """Tell a child's process group to end, or end it at once. Windows has no such signals: there the child is ended."""
+    """Tell a child's process group to end, or end it immediately.
+
+    Windows has no such signals: there the child is ended.
+    """
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "win32":
             process.kill()

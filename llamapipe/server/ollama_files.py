@@ -1,8 +1,8 @@
 """``/api/pull``, ``/api/delete`` and ``/api/copy``: downloads from the Hugging Face Hub, and more names for models.
 
-A server with one model keeps a pulled file for its next start; the front process of several models serves it at once.
-Files in Ollama's own store are only read. Each route must be enabled by the operator, and needs a key if other machines
-can reach the server.
+A server with one model keeps a pulled file for its next start; the front process of several models serves it
+immediately. Files in Ollama's own store are only read. Each route must be enabled by the operator, and needs a key if
+other machines can reach the server.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them i
 
 
 class HttpServer(uvicorn.Server):
-    """One application behind uvicorn. It reports a signal to the application at once, not after the last answer.
+    """One application behind uvicorn. It reports a signal to the application immediately, not after the last answer.
 
     ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: the gate that all
     requests pass.

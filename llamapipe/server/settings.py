@@ -98,9 +98,9 @@ class ServerSettings:
     - ``sampling``: defaults for options of ``SamplingParams`` that a request leaves out: sampler options, by name, and
       ``reasoning_budget_message``.
     - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it
-      off, if it can, and reasoning that begins all the same is closed at once. "auto": the template decides. A number:
-      at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of
-      the chat template; a request's arguments override them.
+      off, if it can, and reasoning that begins nevertheless is closed immediately. "auto": the template decides. A
+      number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
+      arguments of the chat template; a request's arguments override them.
     - ``system``: the system prompt of conversations that have none, in every API; a system prompt in the request or in
       a Modelfile replaces it. Transcriptions and ``/apply-template`` do not use it.
     - ``keep_requests``: the number of recent requests for which ``/requests`` and the page show where their time went,
@@ -182,7 +182,7 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"cors_origins: {quoted(origin)} is not an origin; write scheme://host or scheme://host:port, or '*'"
+                    f"cors_origins: {quoted(origin)} is not an origin; write scheme://host, scheme://host:port or '*'"
                 )
         for host in self.allow_hosts:
             if not _HOST.fullmatch(host):

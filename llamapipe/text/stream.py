@@ -19,8 +19,8 @@ class Utf8Assembler:
     """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
 
     The joined results of ``feed`` and ``finish`` equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes,
-    however they are cut. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three
-    bytes are held back.
+    however they are cut. Bytes that can no longer become a character are immediately returned as U+FFFD, so at most
+    three bytes are held back.
 
     One object serves one stream. It has no lock: feed it from one thread at a time.
     """

@@ -155,7 +155,7 @@ class FairThreads:
         size: int = 0,
         place: Place | None = None,
     ) -> None:
-        """Call ``job``, which must not raise, on one of the threads. After ``close``, call it at once.
+        """Call ``job``, which must not raise, on one of the threads. After ``close``, call it immediately.
 
         ``is_python``: the job holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters
         of a large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: this is the only

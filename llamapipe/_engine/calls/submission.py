@@ -179,7 +179,7 @@ class Submission:
             self._submit_cancelled(pending)
 
     def _submit_cancelled(self, pending: Pending[T]) -> None:
-        """Submit, as cancelled, the requests left at the deadline. They end at once, without a token."""
+        """Submit, as cancelled, the requests left at the deadline. They end immediately, without a token."""
         if pending.unsubmitted:
             self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)

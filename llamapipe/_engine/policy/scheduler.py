@@ -711,7 +711,7 @@ class Scheduler:
             return True
         none_paused = not self._running.paused
         preempted = self._preempt_least()
-        # A request that was running would be admitted again at once, and fail again.
+        # A request that was running would be admitted again immediately, and fail again.
         self._full = preempted is not None and none_paused
         return preempted is not None
 

@@ -27,9 +27,9 @@ yields to streams for at most ``_PATIENCE_FIRST`` times the limit, so it cannot 
 
 Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then one
 set is the carrier of the steps: they can have all requests whose LoRAs change only matrices of the carrier, and those
-without adapters. If a set carries all requests that could compute, it is chosen at once, and nobody waits. Turns remain
-for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is dropped when
-steps without adapters have taken ``_WORTH`` times as long as a change.
+without adapters. If a set carries all requests that could compute, it is chosen immediately, and nobody waits. Turns
+remain for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is
+dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
 
 A context for each set would need no changes, but would divide KV cells and buffers; for that, use two engines over one
 model.

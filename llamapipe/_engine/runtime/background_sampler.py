@@ -178,7 +178,7 @@ class BackgroundSampler:
     # ---- the chain
     @property
     def is_ready(self) -> bool:
-        """Whether the next token can be drawn from a native row at once, because its mask is known."""
+        """Whether the next token can be drawn from a native row now, because its mask is known."""
         chain = self._chain
         return not self.is_busy and chain is not None and chain.guide is not None and not chain.processors
 

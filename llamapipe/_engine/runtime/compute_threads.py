@@ -56,7 +56,7 @@ class RunDelayPolicy:
         return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads. A decrease takes effect at once, an increase only when cores are idle."""
+        """Use at most ``n`` threads. A decrease takes effect immediately, an increase only when cores are idle."""
         self.limit = max(n, 1)
         self._use(min(self.n, self.limit))
 
@@ -118,8 +118,8 @@ class StepTimePolicy:
     """Decides from step times alone, for systems that do not report core usage.
 
     A step is compared with earlier steps of the same number of tokens. When steps take far longer than before, one
-    thread fewer is tried at once; from time to time, one fewer or one more is tried in any case. A try lasts for a few
-    similar steps and is undone unless they were faster.
+    thread fewer is tried immediately; from time to time, one fewer or one more is tried in any case. A try lasts for a
+    few similar steps and is undone unless they were faster.
 
     It chooses ``n``, at most ``n_max`` and ``limit``. Times are seconds of any clock.
     """
@@ -140,7 +140,7 @@ class StepTimePolicy:
         return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads. A decrease takes effect at once, an increase only through tries."""
+        """Use at most ``n`` threads. A decrease takes effect immediately, an increase only through tries."""
         self.limit = max(n, 1)
         if self.n > self.limit:
             self._tried_from = None

@@ -175,7 +175,7 @@ class Executor(Protocol):
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
         """Let each launch wake the callers in this list; threads are woken one by one while it computes.
 
-        A launch does not hold the GIL, so a woken thread can work at once.
+        A launch does not hold the GIL, so a woken thread can start working immediately.
         """
 
     def park_threads(self) -> None:

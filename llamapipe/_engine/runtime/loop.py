@@ -485,7 +485,7 @@ class EngineLoop:
         self._scheduler.cache.unpin(request)
 
     def stop(self, drain: bool) -> None:
-        """End the loop, after the open requests are finished (``drain``) or at once."""
+        """End the loop, after the open requests are finished (``drain``) or immediately."""
         self._stopping = True
         self._deliver()  # the tokens sampled last are part of the sequences already
         for request in list(self.open):

@@ -139,7 +139,7 @@ class EngineThread:
     def note_waiting_thread(self) -> None:
         """Record that the calling thread is about to submit a request and to wait for it.
 
-        If no other thread could submit first, an idle engine starts its step at once.
+        If no other thread could submit first, an idle engine starts its step immediately.
         """
         caller = threading.current_thread()
         is_single = True

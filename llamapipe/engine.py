@@ -194,8 +194,8 @@ class Engine(BlockingCalls, AsyncOwner):
       ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_threads``: compute threads. Default: the cores that this process may use, within a container's CPU limit, and
       fewer while other work needs the cores. With ``kernels="ggml"`` this may change how texts of 512 tokens or more
-      are rounded (``docs/sampling.md``). A given number stays fixed: more threads than free cores slow the engine down
-      several-fold.
+      are rounded (``docs/sampling.md``). An explicit number stays fixed; more threads than free cores slow the engine
+      down several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise equal to
       those without the cache.

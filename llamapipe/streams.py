@@ -50,7 +50,7 @@ class PromptProgress(NamedTuple):
 
 
 def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Submit a request that does not wait for room now, if called in a task; else its first delta starts it."""
+    """In a task, submit a request without waiting for room. Outside of a task, its first delta submits it."""
     import asyncio
 
     try:

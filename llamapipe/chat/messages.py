@@ -555,8 +555,8 @@ def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
 
     A tool call and its result are in one group.
 
-    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse
-    messages without one of the user, so that their tokens could not be counted.
+    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse a
+    conversation without a user message, and its tokens could then not be counted.
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     answers_earlier, is_answer = [False] * len(messages), False

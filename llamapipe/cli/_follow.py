@@ -1,6 +1,6 @@
 """``llamapipe batch --follow``: the progress of a running server's batch, or of a job in another local process.
 
-Both are polled now and then, which does not disturb them.
+Both are polled periodically, which does not disturb them.
 """
 
 from __future__ import annotations

@@ -481,7 +481,7 @@ class Conversation:
         path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Replace all messages by those in a file that ``save`` wrote. Raises OSError, ValueError."""
+        """Replace all messages with those in a file that ``save`` wrote. Raises OSError, ValueError."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

@@ -67,7 +67,7 @@ _RESIZED: Final = {
 
 
 class ImageTokens(NamedTuple):
-    """The limits of an image's tokens in a file for which others can be set; None for no limit.
+    """A file's limits on an image's tokens, if other limits can be set; None for no limit.
 
     ``area``: the pixels of a token. ``takes_least``: the lower limit can be set.
     """
@@ -181,7 +181,7 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 
 
 def _plain(name: str) -> str:
-    """Return the model's name from a file's name, without its part, its role and its types of weights."""
+    """Return the model's name in a file name, without the part number, the role and the types of weights."""
     stem, quantization = split_quantization(read_name(name.lower()).stem)
     while quantization is not None:  # that of the projector may follow that of the model
         stem, quantization = split_quantization(stem)

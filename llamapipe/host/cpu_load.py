@@ -62,7 +62,7 @@ class RunDelay:
 class IdleCores:
     """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError without that file.
 
-    The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. While this process
+    The kernel counts in steps of 10 ms per core, so compare readings that are at least 100 ms apart. While this process
     has its usual priority, the time of niced processes counts as idle, because the kernel would take it from them.
     """
 
@@ -132,7 +132,7 @@ class CpuLoad:
 
     ``run_and_delay_s``: ``RunDelay.read`` for the watched threads. ``idle_s``: see ``IdleCores.read``. ``n_throttled``:
     see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run. ``earlier``: the core
-    times of a recent moment, to compare with; None if none were noted.
+    times of a recent moment, to compare with; None if none were recorded.
     """
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ def n_cpu_expert_layers(info: GgufInfo, placed: Mapping[str, Device]) -> int:
 
 
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
-    """Return, by name, the devices for which llama.cpp has backends for the model."""
+    """Return, by name, the devices that llama.cpp opens for the model: CPUs, and those in ``wanted`` (None: all)."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}
     return {
         device.name: device

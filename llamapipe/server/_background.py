@@ -307,7 +307,7 @@ async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any],
 
 
 def wake(exchange: Exchange) -> None:
-    """Let what was stored be computed, or stopped."""
+    """Wake the task that computes stored runs, or stops them."""
     background = exchange.gate.background
     if background is not None:
         background.start()

@@ -309,8 +309,8 @@ class Sampling(_Options, kw_only=True):
     ) -> SamplingParams:
         """Return the options as ``SamplingParams``, with the operator's defaults.
 
-        ``more``: further fields. ``fields``: the request's names of options that it calls differently. Raises ApiError
-        400, which names the field.
+        ``more``: further fields. ``fields``: the request's names of options that have other names there. Raises
+        ApiError 400, which names the field.
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)

@@ -5,7 +5,7 @@ Open this file when a call hangs, loses a result, or leaves requests running aft
 The principle: a call goes through this file once. Its options and prompts are checked before anything is queued
 (``call_options``, ``RequestBuilder``). Its requests are made, enter the queue when there is room (``QueueLimit``) and
 are submitted. Its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at
-any line (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
+any point (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
 """
 
 from __future__ import annotations

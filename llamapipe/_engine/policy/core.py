@@ -135,7 +135,7 @@ class MediaRows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
+    """The tokens ``[begin, end)`` of a sequence, which stand for the rows of ``source``.
 
     The tokens are numbers from ``MEDIA_FROM`` to -1 that depend on the content alone. So code that compares tokens,
     such as the prefix tree, need not know about images.
@@ -246,8 +246,8 @@ class Request:
 
     ``tokens``: the prompt, as a list that the request owns from now on.
 
-    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets, and
-    ``reopen``. Some fields of the specification are also attributes, because every step reads them.
+    Only the engine thread changes a request, except that its consumer sets ``token_budget`` and ``cancelled``, and may
+    call ``reopen``. Some fields of the specification are also attributes, because every step reads them.
     """
 
     __slots__ = (  # noqa: RUF023
@@ -348,7 +348,7 @@ class Request:
 
     @property
     def n_next(self) -> int:
-        """The number of tokens without a KV cell before the next of its places, or its end."""
+        """The number of tokens without a KV cell before its next place or its end."""
         return (self.places[0] if self.places else len(self.tokens)) - self.n_past
 
     @property
@@ -409,7 +409,7 @@ class Request:
         return n
 
     def drop_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Drop the tokens from ``begin`` to before ``end``, but only whole spans. Return the range that was dropped."""
+        """Drop the tokens ``[begin, end)``, but only whole spans. Return the range that was dropped."""
         for span in self.spans:
             if span.begin < begin < span.end:
                 begin = span.begin
@@ -537,7 +537,7 @@ class Forget(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """Remove the cells of a sequence at the positions from ``begin`` to before ``end``, and move those after them."""
+    """Remove a sequence's cells at the positions ``[begin, end)``, and move the cells after them."""
 
     slot: int
     begin: int
@@ -611,8 +611,8 @@ class Cells:
     ``request``: the request that uses them now. ``key``: the key of saved cells. ``pinned``: the cells are saved and
     must not be dropped. ``n_exact``: see Request; set once the request has left. ``n_known``: the tokens that the tree
     knows, including those not computed yet. ``n_shifted``: the number of cells that the last shift left, whose keys are
-    rotated by the step that computes the next cell; -1: there was no shift. ``floor``: the place that the sequence can
-    go back to and no further, because copied cells of a sliding window lack those that the window had left.
+    rotated by the step that computes the next cell; -1: there was no shift. ``floor``: the earliest place that the
+    sequence can go back to, because copied cells of a sliding window lack the cells that had left the window.
     ``is_stale``: its state does not belong to its end. ``places``: the places of its request. ``n_offered``: how many
     cells were offered to be kept elsewhere. ``is_held``: its conversation continues soon.
     """

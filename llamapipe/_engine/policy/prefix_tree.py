@@ -152,7 +152,7 @@ class PrefixTree(Generic[H]):
         return path
 
     def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
-        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few that do."""
+        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few such holders."""
         node: _Node[H] | None = self._ends[holder]
         while node is not None and node.parent is not None and len(node.holders) == 1:
             n -= len(node.tokens)

@@ -327,7 +327,7 @@ class Scheduler:
         within a share. Otherwise a request with a slow constraint would wait before every token. If the waiting request
         has also been late, the grace period is at most twice that of the waiting request. There is no grace period if
         the waiting request belongs to another share, or if it has never lent its slot while requests that did hold more
-        than half of the slots. ``lateness``: how long its tokens have taken, where 1 counts as late the first time.
+        than half of the slots. ``lateness``: how long its tokens have taken, as a multiple of the first grace period.
 
         Returns whether the slot was lent.
         """

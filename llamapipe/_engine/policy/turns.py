@@ -163,7 +163,7 @@ class SetTurns:
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
-        """Return whether no request of the current steps uses adapters, or has for as long as a change is worth."""
+        """Return whether steps without adapters have taken long enough since the last use to be worth a change."""
         if is_used:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s

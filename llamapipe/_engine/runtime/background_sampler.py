@@ -64,7 +64,7 @@ class BackgroundSampler:
     the tokens that follow, starting with text that its guide forces.
 
     After each token the sampler first finds out what may follow, in a fraction of the time of a mask; the next step
-    waits a moment for this (``has_looked``). The masks for a step's rows are computed while the step is, because a mask
+    waits a moment for this (``has_looked``). The masks for a step's rows are computed during the step, because a mask
     needs only the tokens before it. If the first mask is ready, the row is drawn from like any other (``is_ready``),
     and so are the rows after it along a guess. If the mask is not ready, if there is none (GBNF), or if a processor
     needs the row, ``draw`` works on copies of the rows while other requests continue.
@@ -241,7 +241,7 @@ class BackgroundSampler:
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draw from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
+        """Draw from native rows, each with its mask, until a token is not the guessed one. Call ``ask`` first.
 
         Also ends before the first row whose mask is not ready, where ``draw`` may continue.
         """
@@ -460,8 +460,8 @@ class BackgroundSampler:
     def _draw_next(self, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
         """Draw from the next row along a guess, unless the engine thread waits no longer.
 
-        A row leaves ``left`` only when the token before it was passed to ``drawn``: so what ``give_up_guess`` leaves
-        out and what still arrives are all rows, and each only once.
+        A row leaves ``left`` only when the token before it was passed to ``drawn``. So each row either is left out by
+        ``give_up_guess`` or still arrives, never both.
         """
         try:
             row = left.popleft()

@@ -113,10 +113,10 @@ class Entry:
 class DiskCache:
     """The files of one engine's cells. ``folder``: the folder of the cache; this engine's files are in a subfolder.
 
-    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: any text
-    that names what else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up
-    to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder that
-    cannot be used, or that others could write to.
+    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: a text
+    that names everything else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be
+    used up to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder
+    that cannot be used, or that others could write to.
 
     ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: only when the engine
     ends.
@@ -236,7 +236,7 @@ class DiskCache:
         self._put(self._writes, sequence)
 
     def begin_rest(self) -> None:
-        """Keep the files written from now on from displacing each other: each was used less recently than the last."""
+        """From now on, let no written file displace another: each was used less recently than the one before."""
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
@@ -440,7 +440,7 @@ class DiskCache:
     def _make_room(self, n_bytes: int) -> bool:
         """Delete the least recently used files of all folders so that ``n_bytes`` more fit.
 
-        Returns False if that would take deleting files that were written at the end. Raises OSError if the disk has no
+        Returns False if files that were written at the end would have to be deleted. Raises OSError if the disk has no
         room.
         """
         deletable, n_kept, now = [], 0, time_ns()

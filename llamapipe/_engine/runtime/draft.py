@@ -446,7 +446,7 @@ class MtpLayer(DraftModel):
     It predicts a token from the hidden state that the model had before that token. The engine's context keeps the
     states of the last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence
     whose states are not all kept, such as one that continues a cached prefix, begins at the first kept state: the layer
-    then attends to fewer tokens, which only makes drafts right less often.
+    then attends to fewer tokens, which only makes its drafts less accurate.
 
     The cells of drafted tokens come from states that were drafted as well. They are removed; where the tokens were
     right, they are computed again from the model's states.

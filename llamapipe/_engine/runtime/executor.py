@@ -407,7 +407,7 @@ class StepExecutor:
             self._grids.pop(seq_id, None)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Remove positions from ``begin`` to before ``end``. The next step rotates the keys of the later positions."""
+        """Remove the positions ``[begin, end)``. The next step rotates the keys of the later positions."""
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:

@@ -364,7 +364,10 @@ class EngineLoop:
 
     # ---- the prefix cache on disk
     def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
-        """Write cells that were evicted from host memory. Return False if they are not worth it, or too many wait."""
+        """Write cells that were evicted from host memory.
+
+        Return False if they are not worth writing, or too many are waiting.
+        """
         disk = self._disk
         if (
             disk is None
@@ -474,7 +477,7 @@ class EngineLoop:
             self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """Return the bytes of a request's saved cells (0 if not saved), the bytes that they need, and the budget."""
+        """Return bytes: of a request's saved cells (0 if not saved), that they need, and of the budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes

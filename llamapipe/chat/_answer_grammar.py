@@ -119,8 +119,8 @@ class GrammarWriter:
     def _calls_in_reasoning(self) -> str:
         """Return the alternative for calls that end the reasoning, if calls begin with a control token.
 
-        If calls begin with plain text, reasoning may mention that text without starting a call. There is no alternative
-        then.
+        If calls begin with plain text, reasoning may mention that text without starting a call. Then there is no such
+        alternative.
         """
         assert self._form is not None
         if self._literals.token(trigger := self._form.trigger) is None:

@@ -24,9 +24,7 @@ _ASCII = {
 class Terminal:
     """A text stream and its abilities.
 
-    Args:
-        stream: usually ``sys.stdout``.
-        environ: read for ``NO_COLOR`` (https://no-color.org) and ``TERM``.
+    ``stream``: usually ``sys.stdout``. ``environ``: read for ``NO_COLOR`` (https://no-color.org) and ``TERM``.
 
     Colours and redrawing need a terminal that is not ``TERM=dumb``; ``NO_COLOR`` turns off colours alone.
     """

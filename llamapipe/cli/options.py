@@ -430,7 +430,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 
 @contextmanager
 def opened_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
-    """Open the model and the engine of a command. ``defaults``: the engine's options that were not given."""
+    """Open the model and the engine of a command. ``defaults``: values for engine options that were not given."""
     with (
         open_model(args.model, given(args, MODEL)) as model,
         open_engine(model, {**defaults, **given(args, ENGINE)}) as engine,

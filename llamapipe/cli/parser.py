@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         }
 
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
-        """Take texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False if these are not texts.
+        """Take texts after options, as in ``run MODEL -n 5 MESSAGE``. Return False if ``unknown`` has anything else.
 
         By then argparse has assigned the texts before the options, perhaps none, to the command's last argument.
         """

@@ -31,8 +31,8 @@ _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd"
 class Need(NamedTuple):
     """The memory that a model takes once it is loaded.
 
-    ``n_bytes``: system memory, without the process's own. ``n_ctx``: tokens of a request. ``cache_bytes``: the engine
-    option that keeps it within that. ``gpu_bytes``: GPU memory.
+    ``n_bytes``: system memory, without the process's own. ``n_ctx``: tokens of a request. ``cache_bytes``: the value of
+    the engine option with which the model stays within ``n_bytes``. ``gpu_bytes``: GPU memory.
     """
 
     n_bytes: int

@@ -136,7 +136,7 @@ class _Sizes:
         return [bool(value) for value in values]
 
     def heads_kv(self, layer: int) -> int | None:
-        """Return the heads of keys of a layer."""
+        """Return the number of KV heads in a layer; None if the file does not say."""
         for key in ("attention.head_count_kv", "attention.head_count"):
             value = self._metadata.get(f"{self._architecture}.{key}")
             if isinstance(value, Sequence) and not isinstance(value, str):

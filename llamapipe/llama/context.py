@@ -78,20 +78,20 @@ class Context(Owner):
       several tokens (default: ``n_threads``).
     - ``n_states``: recurrent states of a sequence to keep in addition to the last one, so that the last tokens of a
       decode can be removed. The attribute is the number kept: at most ``n_ubatch`` - 2, and 0 if the model cannot keep
-      any. ``needs_states``: a sequence can only be continued where its recurrent state or the cells of its last window
-      are.
+      any. ``needs_states``: a sequence can only be continued at a place whose recurrent state, or last window of cells,
+      is kept.
     - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None
       without such layers.
     - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
       MTP layers of that context's model, or a file of ``DRAFT_KINDS`` that belongs to it, and only ``draft`` may be
       called; with a DFlash file, only ``inject`` and ``decode_blocks``. A Gemma 4 assistant reads that context's cells:
       create it before the first decode, with the same sizes, types and flags, and never clear it.
-    - ``is_causal``: False: tokens see those after them in a decode; ``n_ubatch`` must then be ``n_batch``.
+    - ``is_causal``: if False, tokens also attend to later ones of the decode; ``n_ubatch`` must then be ``n_batch``.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
       ``logits`` cannot read them then. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
       ``graph_problem`` why not.
-    - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also compute products of
+    - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also multiply matrices of
       floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes of GPU memory for experts that are kept on
       the CPU.
 
@@ -543,10 +543,10 @@ class Context(Owner):
         return self._keys_rotate() and bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
 
     def _keys_rotate(self) -> bool:
-        """Return whether llama.cpp can rotate the keys in cells. If it cannot, it ends the process or the step fails.
+        """Return whether llama.cpp can rotate the keys in cells. Where it cannot, a shift fails or ends the process.
 
-        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. Some layer must have rotary
-        positions at all: Granite models may have none.
+        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. At least some layers must
+        have rotary positions: in Granite models, perhaps none has.
         """
         sizes = self.model.metadata
         arch = sizes.get("general.architecture", "")

@@ -149,8 +149,8 @@ def log_unexpected(error: BaseException, what: str) -> None:
     """Log an exception that may be a defect of the server, with the innermost frames.
 
     Checks of requests raise ``ApiError`` or one of llamapipe's other exceptions. Any other TypeError or ValueError is
-    answered 400, and only the log shows where it came from. A RecursionError is not a defect: the request is nested too
-    deeply.
+    answered with 400, and only the log shows where it came from. A RecursionError is not a defect: the request is
+    nested too deeply.
     """
     if isinstance(error, (TypeError, ValueError)) and not isinstance(error, LlamapipeError):
         trace = "".join(traceback.format_exception(error, limit=-_N_FRAMES))

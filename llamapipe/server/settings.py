@@ -55,16 +55,16 @@ class ServerSettings:
     - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
-      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered 403.
+      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered with 403.
     - ``allow_hosts``: further names that clients may use for the server, ``("*",)`` for any. A server that listens on
       loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
       empty.
-    - ``max_body_bytes``: largest request body; larger ones are answered 413.
+    - ``max_body_bytes``: largest request body; larger ones are answered with 413.
     - ``max_bodies_bytes``: total size of the bodies that are being read or whose requests have no answer yet (for a
       stream, no token), beyond the first 64 KiB of each. Over the limit, the largest body of the client with the most
-      bytes is answered 503.
-    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered 429. A request
-      counts when its body has arrived.
+      bytes is answered with 503.
+    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered with 429. A
+      request counts when its body has arrived.
     - ``max_connections_per_address``: connections from one address; the next one replaces the oldest one without a
       running request. All clients behind a proxy share its address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
@@ -76,9 +76,9 @@ class ServerSettings:
     - ``max_sound_s``: maximum length of a sound, in seconds. Preparing a sound is a single call, which ``timeout_s``
       cannot interrupt.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
-    - ``timeout_s``: seconds that a request may take; slower ones are answered 504. None: no limit.
-    - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
-    - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
+    - ``timeout_s``: seconds that a request may take; slower ones are answered with 504. None: no limit.
+    - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered with 408.
+    - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered with 408.
     - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
       Anthropic's event ``ping``. 0: never.
     - ``grammar_timeout_s``: seconds of processor time that compiling and following a prompt's constraint may take;
@@ -116,7 +116,7 @@ class ServerSettings:
       the model continues without calls. ``max_mcp_characters``: the maximum characters of a call's result; the rest is
       cut off.
     - ``max_background``: answers with ``background: true`` that may be waiting or running for one key; more are
-      answered 429.
+      answered with 429.
     - ``files_bytes``: total size of the files that clients upload and of their batches' results; each key has an equal
       share. They are kept in a second file next to the store, for ``store_days`` unless the client says otherwise.
     - ``page``: serve the page at ``/``.

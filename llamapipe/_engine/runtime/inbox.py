@@ -4,7 +4,7 @@ Open this file to change how other threads reach the engine thread.
 
 The principle: any thread adds function calls, and the engine thread makes them between two steps, in order. Adding one
 is a single call of a ``SimpleQueue``, which has no lock that Ctrl-C could leave locked. So a caller may be interrupted
-at any line, and the engine thread never waits for a caller.
+at any point, and the engine thread never waits for a caller.
 """
 
 from __future__ import annotations

@@ -1443,7 +1443,7 @@ def _cache(
             "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
             "leave n_cells and kv_unified out"
         )
-    # Our attention, and no other device's, skips cells of other sequences.
+    # Only our attention skips cells of other sequences; no device's does.
     max_parked = _MAX_PARKED_SKIPPED if context.mixes_adapters else _MAX_PARKED_UNIFIED
     return KvCache(
         context.n_seq_max,

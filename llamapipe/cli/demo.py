@@ -31,7 +31,7 @@ _N_TOGETHER = 16
 _N_TOKENS = 64
 _N_CTX = 256
 _MEASURING_LIMIT_S = 8.0
-_READING_PACE = 60  # tokens a second and column: this model is much faster than anyone can read
+_READING_PACE = 60  # tokens per second and column: this model is much faster than anyone can read
 _FRAME_S = 1 / 25
 _LOOK_S = 0.2  # at the machine's load
 _BUSY = 0.3  # of a core, used by other programs
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.line(terminal.clip(f"{path.name}: {size_mb:.1f} MB, the bundled model; {names}", 0))
         if pace:
             terminal.line(
-                f"Streams are slowed to {pace:g} tokens a second for reading; measurements are not."
+                f"Streams are slowed to {pace:g} tokens per second for reading; measurements are not."
             )
         demo = _Demo(terminal, engine, pace)
         demo.one()

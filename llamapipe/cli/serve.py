@@ -82,7 +82,7 @@ _log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
 _MAX_QUEUE = 1024
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
-# several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
+# several times per step; with Python's 5 ms, parsing a long chat meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
 _OF_FREE_MEMORY = 0.9  # what several models may take
 # Options that the model of --embeddings takes too where it stands beside -m; others depend on a model's size.

@@ -262,8 +262,8 @@ class WorkerServer(HttpServer):
             self._tasks.start(self._retire())
 
     async def _retire(self) -> None:
-        # To close a connection at once could cross a request on its way, which its client would see fail. So the next
-        # answer on each says that it is the last, and only those without a request for a while are closed.
+        # Closing a connection immediately could cross a request on its way, which would then fail. So the next answer
+        # on each connection announces that it is the last one, and only idle connections are closed.
         close = (b"connection", b"close")
         self.config.encoded_headers = [*self.config.encoded_headers, close]
         self.server_state.default_headers = [*self.server_state.default_headers, close]

@@ -34,7 +34,7 @@ _PLAIN_TYPES: Final = ("F32", "F16", "BF16")
 MOST_NAME: Final = 256
 _EMBEDDING: Final = "token_embd.weight"
 _DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
-# Graphs compute with these by themselves, so llama.cpp would ignore a pair for them in silence: vectors in rows, small
+# Graphs compute with these directly, so llama.cpp would silently ignore a pair for them: vectors in rows, small
 # matrices of recurrent layers, and those of latent attention. tests/llama/test_adapter_models.py finds such.
 _IGNORED: Final = re.compile(
     r"^(?!.*\.weight$)|(?:^|\.)(?:ssm_(?:conv1d|beta|[fg]_[ab]|g)|shortconv\.conv|time_mix_(?:first|lerp|decay|[wavg][12])"
@@ -43,7 +43,7 @@ _IGNORED: Final = re.compile(
 )
 _LATENT: Final = re.compile(r"output\.weight|blk\.\d+\.attn_q\.weight")
 _LATENT_IN: Final = frozenset({"deepseek2", "deepseek2-ocr", "deepseek32", "glm-dsa", "mistral4", "plm"})
-# Those whose graphs compute with most matrices by themselves.
+# Architectures whose graphs compute with most matrices directly.
 _IN_PART: Final = frozenset(
     "bailingmoe3 deepseek4 dots3note glm5-next granite-switch hy_v4 kimi-k3 kimi-linear".split()
 )
@@ -55,7 +55,7 @@ ROWS_ARE_TOKENS: Final = frozenset(
      "mistral3", "smollm3", "internlm2", "deci", "falcon", "gemma4", "gpt-oss", "qwen2moe", "qwen3moe", "glm4moe",
      "granitemoe"}
 )  # fmt: skip
-# Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
+# Their graphs have no place for a control vector, and llama.cpp would silently ignore one.
 _UNSTEERED: Final = frozenset(
     {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
      "t5encoder", "plamo2", "hy_v4", "gemma4-assistant", "eagle3", "dflash"}

@@ -44,9 +44,8 @@ if sys.platform == "win32":
         if Path(path).is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         access = {os.O_RDONLY: 0x80000000, os.O_WRONLY: 0x40000000}.get(flags & 3, 0xC0000000)
-        how = (
-            1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
-        )  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
+        # CREATE_NEW, OPEN_ALWAYS or OPEN_EXISTING.
+        how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
         # Unlike os.open it lets the file be renamed and deleted while it is open.
         handle = _kernel.CreateFileW(str(path), access, _SHARE_ALL, None, how, _NORMAL, None)
         if handle == _NOBODY:

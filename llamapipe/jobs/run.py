@@ -50,7 +50,7 @@ class EventLoopThread:
                 future.set_result(await coroutine)
             except asyncio.CancelledError:
                 future.cancel()
-            except BaseException as e:  # SystemExit would end the loop, and the caller would wait for ever
+            except BaseException as e:  # SystemExit would end the loop, and the caller would wait forever
                 future.set_exception(e)
 
         asyncio.run_coroutine_threadsafe(run(), self._loop)

@@ -39,7 +39,7 @@ _INT32_MAX = 2**31 - 1
 _COARSE_KEYS = ("q4_0", "q4_1", "iq4_nl")
 _warned: set[str] = set()  # types of keys, once each
 # How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
-# between two steps and short enough not to be in the way of others.
+# between two steps and short enough not to delay others.
 _POLL = 2
 
 

@@ -200,9 +200,8 @@ class Runs:
             "SELECT thread, n_first FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()
         if row is not None:
-            if (
-                first == row[1]
-            ):  # what an earlier attempt told, but for the two events that say it was asked for
+            # A new attempt drops the events of an earlier one, except the first two, which announce the answer.
+            if first == row[1]:
                 self._writer.execute("DELETE FROM events WHERE answer = ? AND number > 1", (answer_id,))
             self._insert(answer_id, row[0], first, events)
         return row is not None

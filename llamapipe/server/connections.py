@@ -74,7 +74,7 @@ class Connections:
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
         elif len(self._all) >= self.at_most:
-            # Of the address with the most connections: who has few keeps them.
+            # From the address with the most connections, so that clients with few keep theirs.
             most = max(self._of.values(), key=len)
             has_room = _close_one(most) or _close_one(self._all)
         else:
@@ -267,9 +267,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._refuse(_too_large())
             elif self._n_framing > MAX_HEAD_BYTES:
                 self._refuse(ApiError(400, "the chunks of the body have more framing than data"))
-            elif (
-                self._has_begun and self._is_in_head and self._timer is None
-            ):  # after a request that is complete
+            elif self._has_begun and self._is_in_head and self._timer is None:
+                # The head follows a complete request.
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
 
     def _parse_without_upgrade(self, rest: bytes) -> None:

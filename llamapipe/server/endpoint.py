@@ -567,9 +567,8 @@ class Endpoint:
             exchange.status = exchange.status or 499
             _clear(e)
         except asyncio.CancelledError:
-            if (
-                gate.draining and exchange.inside is None and not exchange.status
-            ):  # the server waits no longer
+            # The draining server has stopped waiting.
+            if gate.draining and exchange.inside is None and not exchange.status:
                 raise shutting_down() from None
             exchange.status = exchange.status or 499
             raise

@@ -109,9 +109,8 @@ class ApiError(Exception):
         error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
         if sizes is not None:
             error |= {"n_prompt_tokens": int(sizes[1]), "n_ctx": int(sizes[2])}
-            if (
-                dialect == "llama-server"
-            ):  # OpenAI's clients know this error by its code, llama-server's by its type
+            # OpenAI's clients recognize this error by its code, llama-server's by its type.
+            if dialect == "llama-server":
                 error["type"] = "exceed_context_size_error"
         return {"error": error}
 

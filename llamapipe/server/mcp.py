@@ -503,9 +503,8 @@ class _Life:
             return self._error(self._problem)
         if code is None:
             return self._error(f"answered what cannot be used: {self._reason(error)}")
-        if (
-            self._stdio is None and code in _LOST
-        ):  # its session may be gone: the next request begins another one
+        # The session may be gone: the next request begins another one.
+        if self._stdio is None and code in _LOST:
             self.is_over = True
         return McpError(_short(str(error)), int(code))
 

@@ -249,7 +249,7 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
     listed = [*properties, *(name for name in part.get("required", ()) if name not in properties)]
 
     if (listed or values is not None) and "pattern" in names:
-        # Python's own regular expressions may take for ever, and have another syntax.
+        # Python's own regular expressions may take forever, and have another syntax.
         raise InvalidRequestError(
             f"json_schema at {pointer}/propertyNames: 'pattern' is not supported beside listed names; list the names "
             "that match it"

@@ -42,7 +42,7 @@ T = TypeVar("T")  # the result of a call
 _BEFORE_SPACES = tuple(":?=>")
 _FIRST_WITHOUT_SPACES = "\u2e80"  # from here on, scripts have no spaces between words
 _log = logging.getLogger("llamapipe")
-_N_LEAST = 8  # least continuations per request, since each request copies the context's cells
+_N_LEAST = 8  # minimum continuations per request, because each request copies the context's cells
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 

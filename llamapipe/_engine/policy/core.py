@@ -307,7 +307,7 @@ class Request:
         self.n_certain = -1  # its cells before the guesses of its last step, if its state there was copied
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.n_lent = 0  # how often its slot was lent while its token was drawn
-        self.late_s = 0.0  # how long its tokens were drawn after their steps, since it has its slot
+        self.late_s = 0.0  # how long its tokens were drawn after their steps, since it got its slot
         self.places: list[
             int
         ] = []  # where steps end, so that its state is saved there; in order, after ``n_past``

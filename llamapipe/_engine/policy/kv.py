@@ -138,10 +138,9 @@ class SavedState:
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 # In tokens. Templates begin an answer differently from one that they render later, so the last state is before the end.
 _BEFORE_END = 4
-_LEAST_BETWEEN = 16  # two states; computing fewer costs about as much as a step that ends at a state
-_INTERVAL = (
-    512  # between two states of a long prompt, or a multiple; most prompts have a step that ends there
-)
+_LEAST_BETWEEN = 16  # tokens between two states; computing fewer costs about as much as an extra step
+# Tokens between two states of a long prompt, or a multiple; most prompts have a step that ends there.
+_INTERVAL = 512
 _STATE_SHARE = 0.5  # of the budget of host memory
 _PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
 _OVERHEAD_BYTES = 1024  # of a saved sequence
@@ -338,7 +337,7 @@ class KvCache:
         elif (n != end or self.exact_multiple) and (end > self._window or cells.floor):
             needs_slot = True
             is_there = cells.slot >= 0 and (self._shares_cells or cells.request is None)
-            # A copy of the last window has its cells elsewhere, so its rows are rounded otherwise.
+            # A copy of the last window has its cells elsewhere, so its rows are rounded differently.
             floor = UNLIMITED if self.exact_multiple and cells.floor else cells.floor
             n = n if is_there and n >= floor else 0
         n = self._n_ready(cells, n, request)
@@ -477,11 +476,12 @@ class KvCache:
     def place(self, request: Request, match: PrefixMatch) -> None:
         """Give a request a free slot and fill it with the prefix that was found."""
         source, n, state = match.cells, match.n, match.state
+        # What was found may have been dropped since.
         if (
             (source is not None and source not in self._tree)
             or (state is not None and state.key not in self._states_by_key)
             or (match.needs_slot and source is not None and source.slot < 0)
-        ):  # it was dropped since
+        ):
             source, n, state = None, 0, None
         stays = match.needs_slot and not self._shares_cells
         slot = source.slot if stays and source is not None else self._choose(source)
@@ -489,7 +489,7 @@ class KvCache:
         request.slot = slot
         if state is not None:
             self._states.use(state.key)
-            state.pinned = True  # until its operation stands in the list
+            state.pinned = True  # until its operation is in the list
         key = -1 if state is None else state.key
         floor = 0
         if source is not None and source.slot == slot:
@@ -502,7 +502,7 @@ class KvCache:
                 self._tree.remove(source)
                 self.memory_ops.append(Remove(slot, n, key))
             if n_after and n > self._window > 0 and not self._shares_cells:
-                # Others that part here from what this slot had cannot go back in it any more.
+                # Prompts that diverge here from the slot's earlier tokens can no longer go back in it.
                 self._save_state(slot, request.cell_keys()[:n], request.spec.cache_key, match.n_exact)
         else:
             if slot in self.parked:
@@ -807,9 +807,8 @@ class KvCache:
                 unused = self._described(cells)
                 if not has_media(unused.tokens):
                     yield unused
-        for key in (
-            () if self._has_cells else reversed(list(self._states))
-        ):  # a state is all that its tokens need
+        # Without cells, a state is all that its tokens need.
+        for key in () if self._has_cells else reversed(list(self._states)):
             state = self._states_by_key[key]
             tokens = self._state_tree.tokens_of(state)
             if (again or not state.n_offered) and not has_media(tokens):

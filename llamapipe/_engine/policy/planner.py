@@ -246,7 +246,7 @@ class BatchBuilder:
             return False
         n_step = n_next = 0
         for request in running.prefilling:
-            # How much of it a step can have is not known here; or it is not all.
+            # A step may not take the whole prompt: spans and other adapters divide it.
             if request.spans or request.n_past < request.active_from < len(request.tokens):
                 return False
             if request.batch_plan is not None and request.batch_plan.in_flight:

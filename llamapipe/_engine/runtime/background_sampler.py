@@ -141,7 +141,7 @@ class BackgroundSampler:
                     began_s = thread_time()
                     try:
                         self._jobs.popleft()()
-                    except BaseException as e:  # a job's own handling missed it: this request fails, no other
+                    except BaseException as e:  # not handled by the job: only this request fails
                         self._fail(e)
                     took_s = thread_time() - began_s
                     spent_s += took_s

@@ -259,7 +259,7 @@ class ThreadTuner:
         if self._by_delay is not None and self._load is not None:
             earlier, self._earlier = self._earlier, None
             if earlier is not None and now_s - self._cores_began_s < _CORES_EVERY_S:
-                # The first step counts what else runs, although this engine is too new to know.
+                # Before the first step, use earlier times of the cores: this engine is too new to have its own.
                 self._cores_began_s, self._idle_s, self._process_s = earlier
                 self._idle_began_s = self._cores_began_s
             seconds = now_s - self._cores_began_s

@@ -35,26 +35,23 @@ from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import SavedCells, on_gpu
 
-_USUAL_SHARE = (
-    0.8  # of drafted tokens that are sure enough, and of right ones among those, until some were seen
-)
-_N_USUAL = (
-    8  # tokens that this counts as: as many are drafted before a bad draft is given up, or twice as many
-)
-_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of a request, of all of them
-_N_BEFORE = 30  # tokens that what is known of all counts as for a new request
-_FORGOTTEN = 0.05  # of what is known of all requests, with each new one
-_N_BINS, _N_OF_BIN = (
-    8,
-    2,
-)  # of probabilities, by which right tokens are counted; tokens that the middle of one counts as
-_LEAST_COPY = 16  # tokens of a prefix that is worth a copy
-_LONGEST = 256  # tokens that a request is expected to generate at most
+# The assumed share of drafted tokens that are sure enough, and of right tokens among these.
+_USUAL_SHARE = 0.8
+# The weight of that assumption, in tokens: a bad draft is given up after as many tokens, or twice as many.
+_N_USUAL = 8
+_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of one request, of all requests
+_N_BEFORE = 30  # the weight of the mean of all requests for a new request, in tokens
+_FORGOTTEN = 0.05  # the share of the mean of all requests that each new request forgets
+# Right tokens are counted by bins of probability. Each bin's mean starts at its middle, with a weight in tokens.
+_N_BINS, _N_OF_BIN = 8, 2
+_LEAST_COPY = 16  # the minimum tokens of a prefix that is worth a copy
+_LONGEST = 256  # the maximum tokens that a request is expected to generate
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
-# Entries of a decode of blocks, if one block has no more; each has a row of the whole vocabulary.
+# Entries of a decode of blocks, if no block has more; each has a row of the whole vocabulary.
 _BLOCK_ROWS = 64
-_SMALL_BLOCK = 0.5  # of the time of the smallest known decode of blocks that a smaller one takes at least
+# A decode of blocks takes at least this share of the time of the smallest known one.
+_SMALL_BLOCK = 0.5
 _Drafting = TypeVar("_Drafting", bound="DraftModel")
 
 

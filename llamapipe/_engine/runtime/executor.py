@@ -227,7 +227,7 @@ class StepExecutor:
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self.n_guessing = 0
-        self._handle = pipeline.handle  # what calls go to
+        self._handle = pipeline.handle  # for native calls
         self._wakes: LaunchWakeList | None = None
         # Requests whose slots are lent draw too.
         self.threads = FairThreads(2 * context.n_seq_max + _MORE_THREADS)

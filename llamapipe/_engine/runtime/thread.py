@@ -186,7 +186,7 @@ class EngineThread:
 
         Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
         """
-        self.check_caller()  # before the lock: in a forked child another thread may hold it for ever
+        self.check_caller()  # before the lock: in a forked child another thread may hold it forever
         replies: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
         def answer() -> None:

@@ -32,7 +32,7 @@ _GUESSES = (
     "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
 )
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
-_FLASH_ATTENTION = "flash attention is used where the backend supports it; there is not an option"
+_FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
 _ALWAYS_ON = "it is always on; leave the option out"
 _PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: device})) places tensors"
 _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"

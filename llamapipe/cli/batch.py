@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 def _folder(text: str) -> Path:
     path = path_of(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is not a folder {text}")
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return path
 
 

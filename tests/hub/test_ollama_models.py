@@ -68,7 +68,7 @@ def test_names_that_cannot_be_asked_for(demo_store: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 def test_a_pipe_in_the_store(demo_store: Path) -> None:
     os.mkfifo(demo_store / "manifests" / LIBRARY / "demo" / "pipe")
-    with pytest.raises(ModelLoadError, match="no file"):
+    with pytest.raises(ModelLoadError, match="not a file"):
         find_stored("demo:pipe")
 
 

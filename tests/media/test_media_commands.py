@@ -161,4 +161,4 @@ def test_the_command_takes_a_folder_of_images(folder: Path, job: Path, tmp_path:
     assert "is not a file in" in json.loads(out.read_text())["error"]["message"]
     run(*command, "--media-path", job)
     assert json.loads(out.read_text())["n_prompt_tokens"] > 20
-    assert "there is not a folder" in run(*command, "--media-path", job / "a.png", status=2).stderr
+    assert "there is no folder" in run(*command, "--media-path", job / "a.png", status=2).stderr

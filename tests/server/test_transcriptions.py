@@ -132,7 +132,7 @@ def test_refusals(url: str, fields: dict[str, str | bytes], message: str) -> Non
 
 def test_a_sound_may_have_so_many_seconds(engine: lp.Engine) -> None:
     """In a chat, too; one of another length is served."""
-    message = "the sound has 3 s; the limit of this server is 2 s (--max-sound)"
+    message = "the sound is 3 s long; the limit of this server is 2 s (--max-sound)"
     with serve(engine, settings=ServerSettings(model_names=("m",), max_sound_s=2)) as server:
         for seconds, status in ((2.0, 200), (3.0, 400)):
             code, found = send(server.url, form({"file": sound(seconds), "model": "m", "max_tokens": "2"}))

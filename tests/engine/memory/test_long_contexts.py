@@ -27,7 +27,7 @@ def model() -> Any:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rope_scaling": "yarn"}, "rope_freq_scale=0.25 is for four times the context"),
+        ({"rope_scaling": "yarn"}, "rope_freq_scale, such as 0.25 for four times the context"),
         (
             {"rope_scaling": "linear", "rope_freq_scale": 1},
             "neither rope_freq_scale nor the file sets a factor",

@@ -24,7 +24,7 @@ class LruCache(Generic[T]):
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T], is_good: Callable[[T], bool] = lambda _: True) -> T:
-        """Return the valid value kept for ``key``, else call ``make``, which two threads may do at once."""
+        """Return the valid value kept for ``key``, else call ``make``, which two threads may do at the same time."""
         with self._lock:
             if key in self._values and is_good(self._values[key]):
                 self._values.move_to_end(key)

@@ -194,7 +194,7 @@ _LEAST_LIKE_PATH = 0.8
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that differs only in case, else the most similar, else the shortest with this beginning.
+    """Return the known name that differs only in case, else the most similar, else the shortest that begins with it.
 
     Returns None if there is none.
     """
@@ -225,7 +225,7 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 def path_meant(path: str, known: Iterable[str]) -> str | None:
     """Return the known server path that an unknown one probably means; None if there is none.
 
-    The path may contain a typing error. The base URL may have a part too many or too few (``/v1/v1/messages``,
+    The path may contain a typo. The base URL may have one part too many or too few (``/v1/v1/messages``,
     ``/messages``). Or the end may be missing, if only one path begins like this, or all others begin with that one.
     """
     from difflib import get_close_matches

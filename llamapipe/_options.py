@@ -230,7 +230,7 @@ ACCESS: Final = (
         metavar="HOST", flag="--mcp-url"),
 )  # fmt: skip
 LIMITS: Final = (
-    _int("max_requests", "requests served at once; more are answered 429", 1, _INT32_MAX,
+    _int("max_requests", "requests served at once; more are answered with 429", 1, _INT32_MAX,
         over="429 with `Retry-After`"),
     _int("max_n", "choices of one request", 1, 10_000, over="400"),
     _int("max_messages", "messages of one conversation, and parts of them, or texts to embed, rank or score", 1,
@@ -238,7 +238,7 @@ LIMITS: Final = (
     _int("max_text_characters", "refuse longer texts and conversations, which cannot fit the context, before they are "
         "tokenized; also the most tokens to detokenize", 1, _INT32_MAX, over="400"),
     _size("max_body_bytes", "largest request body", 1, _INT32_MAX, over="413"),
-    _size("max_bodies_bytes", "total size of the bodies of unanswered requests; more are answered 503", 1, 2**62,
+    _size("max_bodies_bytes", "total size of the bodies of unanswered requests; more are answered with 503", 1, 2**62,
         over="503 with `Retry-After`"),
     _size("store_bytes", "size of the file of --store", 2**20, 2**62,
         over="the least recently used answers are deleted"),

@@ -112,19 +112,19 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def int_of(name: str, value: SupportsIndex, rows: Mapping[str, Option] = BY_NAME) -> int:
-    """Return ``value`` as an int in the range of the option's row. Raises as ``check_int``."""
+    """Return ``value`` as an int in the range of the option's row. Raises as ``check_int`` does."""
     option = rows[name]
     return check_int(name, value, int(option.low), int(option.high))
 
 
 def float_of(name: str, value: SupportsFloat) -> float:
-    """Return ``value`` as a float in the range of the option's row. Raises as ``check_float``."""
+    """Return ``value`` as a float in the range of the option's row. Raises as ``check_float`` does."""
     option = BY_NAME[name]
     return check_float(name, value, option.low, option.high)
 
 
 def choice_of(name: str, value: object, rows: Mapping[str, Option] = BY_NAME) -> str:
-    """Return ``value`` if the option's row lists it. Raises as ``check_choice``."""
+    """Return ``value`` if the option's row lists it. Raises as ``check_choice`` does."""
     return check_choice(name, value, rows[name].choices)
 
 

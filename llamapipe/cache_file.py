@@ -2,8 +2,8 @@
 
 Open this file to change the format. A file holds one sequence: a magic number, the lengths of the head and of the
 snapshot, a checksum of the head, the head as JSON, and the snapshot. The head says who may use the sequence and for
-which prompts, so that no snapshot is read in vain: it has the key, hashes of the blocks, the places of the states, and
-the marks. A mark is a number in place of a token, where an activated LoRA begins.
+which prompts, so that no snapshot is read needlessly: it has the key, hashes of the blocks, the places of the states,
+and the marks. A mark is a number in place of a token, where an activated LoRA begins.
 
 The cache folder has a subfolder for each form of cells. ``_engine.runtime.disk_cache`` decides which files are written,
 read and deleted; ``forget`` is for programs that have no engine.
@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
 
 def is_writable(key: Hashable) -> bool:
-    """Return whether a key means the same in another process, being made of texts, bytes, numbers and None."""
+    """Return whether a key means the same in another process: it may consist of strings, bytes, numbers and None."""
     if isinstance(key, tuple):
         return all(map(is_writable, key))
     return key is None or isinstance(key, (str, bytes, int, float))
@@ -114,7 +114,7 @@ def _checked(fields: Any) -> Head:
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
-    """Open a file for reading, if it belongs to this user and is no symbolic link.
+    """Open a file for reading, if it belongs to this user and is not a symbolic link.
 
     Raises OSError; ValueError for a file that others could write.
     """

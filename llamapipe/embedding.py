@@ -79,7 +79,7 @@ class Embedder(AsyncOwner):
     - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while other work needs
       them.
 
-    The attributes with these names have the values in use; ``n_embd`` is the number of values of a vector. Texts of all
+    The attributes with these names hold the values in use; ``n_embd`` is the number of values of a vector. Texts of all
     callers are batched, and callers take turns: a long list does not keep a single text waiting.
 
     Raises TypeError and ValueError for bad arguments (``docs/reference/options.md`` has the ranges), ModelLoadError,
@@ -260,7 +260,7 @@ class Embedder(AsyncOwner):
     def tokens(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[list[int]]:
         """Return the tokens of each text, without computing vectors. ``embed`` also accepts tokens. Any thread.
 
-        Raises as ``embed``.
+        Raises as ``embed`` does.
         """
         return self._checked(texts, truncate)[1]
 
@@ -417,9 +417,9 @@ class EmbedCall:
 
 
 class Worker:
-    """Owns the context from ``start`` to ``close``. Any thread, unless stated otherwise.
+    """Owns the context and the thread that computes with it. Any thread, unless stated otherwise.
 
-    ``long_work``: closed when the worker ends, also when the interpreter exits.
+    ``long_work``: closed when the worker ends, including at interpreter exit.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class Worker:
         self._long_work = long_work
         self._pid = os.getpid()
         self._inbox: SimpleQueue[EmbedCall | None] = SimpleQueue()  # None: look at ``_closing``
-        self._submitting = Lock()  # of callers: no call is put after the last None
+        self._submitting = Lock()  # held by callers only: no call is put after the last None
         self._calls: deque[EmbedCall] = deque()
         self._closing = False
         self._drain = True

@@ -203,8 +203,8 @@ class Engine(BlockingCalls, AsyncOwner):
       ``flash_attn``: ``"auto"`` uses flash attention where the backend supports it.
     - ``n_threads``: compute threads. Default: the cores that this process may use, within a container's CPU limit, and
       fewer while other work needs the cores. With ``kernels="ggml"`` this may change how texts of 512 tokens or more
-      are rounded (``docs/sampling.md``). A given number stays fixed: more threads than free cores slow the engine down
-      several-fold.
+      are rounded (``docs/sampling.md``). An explicit number stays fixed; more threads than free cores slow the engine
+      down several-fold.
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise equal to
       those without the cache.
@@ -234,8 +234,8 @@ class Engine(BlockingCalls, AsyncOwner):
       the model has loaded, now or later. ``docs/guides/adapters.md`` says which adapters share a step.
     - ``tuning``: options that few programs need; see ``EngineTuning``.
 
-    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` have the values in use, ``kv_events`` has the
-    addresses that KV events are sent from, ``trace`` has the timeline.
+    The attributes ``model``, ``n_ctx``, ``n_seq_max`` and ``n_cells`` hold the values in use, ``kv_events`` the
+    addresses that KV events are sent from, and ``trace`` the timeline.
 
     Chats need the extra ``chat``. In their calls, ``messages`` is a list of messages, ``{"role": ..., "content":
     ...}``, or a str, which is a single user message. ``params`` is as for ``generate``, except that ``max_tokens`` is
@@ -250,7 +250,7 @@ class Engine(BlockingCalls, AsyncOwner):
     markers, ``"deepseek-legacy"`` does both. ``truncation``: ``"auto"`` drops the oldest turns of a conversation that
     fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
 
-    Any thread. Close it, or use ``with`` or ``async with``, before its model. After ``fork()`` it refuses work in the
+    Any thread. Close it before its model, or use ``with`` or ``async with``. After ``fork()`` it refuses work in the
     child.
 
     Raises TypeError and ValueError for bad options (``docs/reference/options.md`` has the ranges), ModelLoadError for a
@@ -440,7 +440,10 @@ class Engine(BlockingCalls, AsyncOwner):
     def _load_draft(
         self, undo: ExitStack, draft: Model | str | os.PathLike[str] | None, model: Model
     ) -> Model | None:
-        """Return the draft model, loaded if ``draft`` is a path; None if ``draft`` is no model. Raises ValueError."""
+        """Return the draft model, loaded if ``draft`` is a path; None if ``draft`` is not a model.
+
+        Raises ValueError.
+        """
         self._draft_model: Model | None = None  # if the engine loaded it
         if draft is None or draft in MTP_CHOICES:
             return None
@@ -705,9 +708,9 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> AsyncStream:
         """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
-        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
-        With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
-        answer 429.
+        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise
+        immediately. With ``block=False`` it starts immediately, in a task, so that a full queue raises here: a web
+        service can still answer 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -774,7 +777,10 @@ class Engine(BlockingCalls, AsyncOwner):
         timeout: float | None = None,
         block: bool = True,
     ) -> AsyncStream:
-        """Start to fill in and return an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        """Start filling in and return an iterator over the deltas, as ``stream`` does.
+
+        Takes the arguments of ``infill``.
+        """
         self._engine_thread.check_open()
         tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
         return self.astream(tokens, params, timeout=timeout, block=block)
@@ -888,9 +894,10 @@ class Engine(BlockingCalls, AsyncOwner):
         ``before``: tokens of earlier turns, which precede the prompt. With ``truncation="auto"`` the oldest are left
         out.
 
-        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts. With
-        ``block=False`` all other conversations start at once, and a full queue raises here in either case.
+        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise
+        immediately. A long conversation, or one with tools or a response format, is rendered in a worker thread when it
+        starts. With ``block=False`` all other conversations start immediately, and a full queue raises here in either
+        case.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -1252,7 +1259,7 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     def save_conversation(self, name: str, path: str | os.PathLike[str]) -> tuple[int, int]:
-        """Write the cells of a conversation to a file. Return its number of tokens and the bytes of the file.
+        """Write the cells of a conversation to a file. Return its number of tokens and the file's size in bytes.
 
         A conversation is the sequence of the last request of this tenant that was made while
         ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is complete, and only the
@@ -1275,7 +1282,7 @@ class Engine(BlockingCalls, AsyncOwner):
             sequence.close()
 
     def load_conversation(self, name: str, path: str | os.PathLike[str]) -> int:
-        """Cache the cells in a file from ``save_conversation`` under a name. Return the number of tokens.
+        """Cache, under a name, the cells that ``save_conversation`` wrote to a file. Return the number of tokens.
 
         Any later request with the same tenant, salt and adapters that begins with these tokens uses them. Any thread.
         Raises OSError, EngineClosedError, InvalidRequestError for a file that is damaged, too long, or of another model
@@ -1325,7 +1332,7 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Note that a conversation continues soon, for instance when a tool has run: its cells are evicted last.
+        """Announce that a conversation will continue soon, such as when a tool has run: its cells are evicted last.
 
         Call ``release_conversation`` when it does. See ``save_conversation``. Does not wait. Any thread.
         """
@@ -1459,7 +1466,7 @@ def _cache(
             "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
             "leave n_cells and kv_unified out"
         )
-    # Our attention, and no other device's, skips cells of other sequences.
+    # Only our attention skips cells of other sequences; no device's does.
     max_parked = _MAX_PARKED_SKIPPED if context.mixes_adapters else _MAX_PARKED_UNIFIED
     return KvCache(
         context.n_seq_max,

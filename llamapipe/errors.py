@@ -1,4 +1,4 @@
-"""Every exception that llamapipe defines; this module imports nothing of llamapipe.
+"""Every exception that llamapipe defines; this module imports nothing from llamapipe.
 
 Messages name the value, the limit and the fix. Wrong arguments raise ``ValueError`` (``InvalidRequestError`` is one)
 or ``TypeError``.

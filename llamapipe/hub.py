@@ -66,8 +66,8 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
     """Choose the files of the one model that matches: a single file, or all its parts in order.
 
     ``pattern``: a file's name or a pattern such as ``*Q4_K_M.gguf``, which matches the whole path or its last part;
-    ``:Q4_K_M`` matches the end of the name, in any case. None means the only model. ``where``: the place that messages
-    name. Raises ValueError if no model matches, or several do, or a part is missing.
+    ``:Q4_K_M`` matches the end of the name, regardless of case. None means the only model. ``where``: the place that
+    messages name. Raises ValueError if no model matches, or several do, or a part is missing.
     """
     files = sorted(name for name in names if name.endswith(".gguf"))
     if pattern is None or pattern.startswith(":"):
@@ -99,7 +99,7 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
 
 
 def source_of(path: Path) -> Reference | None:
-    """Return the repository that a file of the cache comes from, with the commit as its file; None for other files."""
+    """Return the repository of a cached file, with the commit in place of a file name; None for other files."""
     for folder in path.absolute().parents:
         owner_and_name = folder.parent.parent.name.removeprefix("models--").split("--")
         if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
@@ -142,8 +142,8 @@ def model_file(
 ) -> Path:
     """Return the path of a model's first or only file; other parts are next to it. ``Model`` describes the options.
 
-    ``watch``: called in the threads of the download with the name of a file, its bytes, and how many have arrived; an
-    exception in it ends the download, which the next one continues.
+    ``watch``: called in the threads of the download with the name of a file, its size in bytes, and how many bytes have
+    arrived; an exception in it ends the download, which the next one continues.
 
     Raises ImportError without the extra ``hub``, ValueError for a bad name, ModelLoadError if the hub or its cache has
     no such model.
@@ -177,7 +177,7 @@ def model_file(
                     return path
                 raise
     except hub.errors.HFValidationError as e:
-        raise ValueError(f"{repo_id!r} is no name of a repository: {e}") from None
+        raise ValueError(f"{repo_id!r} is not the name of a repository: {e}") from None
     except ValueError as e:
         raise ModelLoadError(str(e)) from None
     except _http_errors(hub) as e:

@@ -141,15 +141,15 @@ class BlockTracker:
 
     # ---- what the tree tells
     def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """Note that a holder with these tokens was added to the tree."""
+        """Record that a holder with these tokens was added to the tree."""
         self._growing[holder] = tokens, len(tokens)
 
     def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """Note that a holder has these tokens now; they begin with its earlier ones."""
+        """Record that a holder has these tokens now; they begin with its earlier ones."""
         self._growing[holder] = tokens, len(tokens)
 
     def removed(self, holder: Holder) -> None:
-        """Note that a holder was removed from the tree."""
+        """Record that a holder was removed from the tree."""
         self._growing.pop(holder, None)
         for depth, block in enumerate(self._held.pop(holder, ())):
             n = self._n_holders[block] = self._n_holders[block] - 1
@@ -352,7 +352,10 @@ class Publisher:
             replay.close()
 
     def _since(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the batches from a number on. If some are not kept, one that stores all earlier blocks comes first."""
+        """Return the batches from a number onward.
+
+        If some are not kept, one that stores all earlier blocks comes first.
+        """
         with self._lock:
             kept = [(number, payload) for number, payload, _ in self._kept if number >= first]
             oldest = self._kept[0][0] if self._kept else 0

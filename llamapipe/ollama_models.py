@@ -77,7 +77,7 @@ def find_stored(name: str) -> StoredModel:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise ValueError(
-            f"{quoted(name)} is no name of a model of Ollama; write {PREFIX}NAME or {PREFIX}NAME:TAG"
+            f"{quoted(name)} is not the name of an Ollama model; write {PREFIX}NAME or {PREFIX}NAME:TAG"
         )
     host, namespace, model, tag = parts.groups()
     wanted = Path(host or _HOST, namespace or _NAMESPACE, model, tag or _TAG)
@@ -169,7 +169,7 @@ def _models_in(folder: Path) -> Iterator[StoredModel]:
 def _read(path: Path) -> bytes:
     """Read a small file. Raises OSError."""
     if path.is_fifo():  # opening it would wait for a writer
-        raise OSError(0, "it is no file")
+        raise OSError(0, "it is not a file")
     with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

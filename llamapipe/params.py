@@ -94,7 +94,7 @@ class SamplingParams:
       cells run short. ``cache``: share KV cells of equal prefixes with other requests; see ``Engine``. ``cache_salt``:
       a text; only requests with the same salt share cells, so nobody without it can infer these prompts from response
       times or ``n_cached_tokens``. None: share with all requests that have no salt.
-    - ``prediction``: a text that the output is expected to be like, such as a file with a few changes. It saves steps
+    - ``prediction``: a text that the output is expected to resemble, such as a file with a few changes. It saves steps
       where it matches, and never changes the output. ``speculate``: whether steps also compute guessed tokens, where
       that saves time. None: guesses come from the constraint, the prediction, the prompt, the output, and the engine's
       draft model. "ngram": not from the draft model. "draft": not from the prompt and the output. "off": no guesses.

@@ -19,7 +19,7 @@ _MOST_CHARACTERS = 60  # of a text in a repr
 
 @dataclass(frozen=True)
 class Timings:
-    """How long a request took, in seconds from its submission.
+    """The durations of a request, in seconds from its submission.
 
     - ``first_token_s``: until the first token; None if there was none.
     - ``total_s``: until the end.
@@ -302,7 +302,7 @@ class EngineStats:
     - ``n_drafted``: guesses that were computed. ``n_accepted``: guesses that were right. ``n_forced``: right guesses
       that a constraint forced. ``n_drafted_by_model``, ``n_accepted_by_model``: guesses of the draft model or of the
       model's MTP layer, and how many were right.
-    - ``n_steps_saved``: steps that a whole batch was spared.
+    - ``n_steps_saved``: steps that right guesses made unnecessary for a whole batch.
     - ``no_guesses``: why no step has guesses; ``""`` if steps may have some. ``unguessed``: requests without guesses
       although others may have some, counted by reason.
 

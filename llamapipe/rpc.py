@@ -5,8 +5,8 @@ waits without a limit, if it cannot connect. ggml-rpc is loaded only with the fi
 worker.
 
 A worker serves one connection at a time, and keeps one graph for each of its devices. ggml-rpc's client remembers that
-graph without a lock: two contexts that compute at once could each get the result of the other's graph. So a worker
-belongs to one model, and such a model has one context.
+graph without a lock: two contexts that compute at the same time could each get the result of the other's graph. So a
+worker belongs to one model, and such a model has one context.
 
 The first message of the protocol (``RPC_CMD_HELLO``, ``rpc_msg_hello_req`` and ``rpc_msg_hello_rsp`` in llama.cpp's
 ``ggml/src/ggml-rpc/ggml-rpc.cpp``, ``RPC_CONN_CAPS_SIZE`` in ``transport.h``), numbers little-endian:

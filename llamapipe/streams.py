@@ -36,7 +36,7 @@ BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequ
 
 
 class PromptProgress(NamedTuple):
-    """How far a request's prompt is computed.
+    """The progress of a request's prompt.
 
     - ``n_prompt_tokens``: length of the prompt. ``n_cached_tokens``: prompt tokens that came from the prefix cache.
     - ``n_done``: prompt tokens that are computed, including the cached ones.
@@ -50,7 +50,7 @@ class PromptProgress(NamedTuple):
 
 
 def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Submit at once a request that does not wait for room, if called in a task; else its first delta starts it."""
+    """In a task, submit a request without waiting for room. Outside of a task, its first delta submits it."""
     import asyncio
 
     try:
@@ -62,7 +62,7 @@ def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class StreamReader(NotCopyable):
-    """What both kinds of stream share: the budget for further tokens, the end, cancellation."""
+    """The base of both kinds of stream: the budget for further tokens, the end, cancellation."""
 
     engine: object = None  # kept alive by its streams
     observed: Observation | None = None
@@ -104,7 +104,7 @@ class StreamReader(NotCopyable):
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
+        """The progress of the prompt; None while the request waits for its first slot."""
         request = getattr(self, "_request", None)
         if request is None or request.left_queue_at is None:
             return None
@@ -164,7 +164,7 @@ class StreamReader(NotCopyable):
 
 
 class ChatReader(NotCopyable, Generic[S]):
-    """What both kinds of chat stream share: the stream below, its counters, cancellation."""
+    """The base of both kinds of chat stream: the stream below, its counters, cancellation."""
 
     def __init__(self, open_stream: Callable[[CheckedPrompt], S]) -> None:
         self.n_prompt_tokens = 0
@@ -203,7 +203,7 @@ class ChatReader(NotCopyable, Generic[S]):
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while the request waits for its first slot."""
+        """The progress of the prompt; None while the request waits for its first slot."""
         return None if self._stream is None else self._stream.prompt_progress
 
     def cancel(self) -> None:
@@ -214,7 +214,7 @@ class ChatReader(NotCopyable, Generic[S]):
 
 
 class SequenceHandle(NotCopyable):
-    """What both kinds of generation share: the tokens so far, trimming and lengthening, the end."""
+    """The base of both kinds of generation: the tokens so far, trimming and lengthening, the end."""
 
     engine: object = None  # kept alive by its generations
 
@@ -450,7 +450,7 @@ class AsyncStream(StreamReader, AsyncClosing):
         return self._read(item)
 
     async def submit(self) -> None:
-        """Submit the request, which otherwise the first ``__anext__`` does. Raises as ``Engine.agenerate`` does.
+        """Submit the request now instead of with the first ``__anext__``. Raises as ``Engine.agenerate`` does.
 
         A second call does nothing.
         """
@@ -507,7 +507,7 @@ class AsyncChatStream(ChatReader[AsyncStream], AsyncClosing):
                 return delta
 
     async def submit(self) -> None:
-        """Render the conversation and submit the request, which otherwise the first ``__anext__`` does.
+        """Render the conversation and submit the request now instead of with the first ``__anext__``.
 
         Raises as ``Engine.achat`` does. A second call does nothing.
         """
@@ -576,7 +576,7 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
         count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
         ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
 
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
+        Returns immediately; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)

@@ -1,4 +1,4 @@
-"""The parts of an engine that calls for asyncio and for threads both use."""
+"""The parts of an engine that asyncio calls and blocking calls share."""
 
 from __future__ import annotations
 

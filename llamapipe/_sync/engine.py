@@ -26,7 +26,12 @@ from llamapipe._engine.runtime.mailboxes import Mailbox, ThreadMailbox
 from llamapipe._messages import explains_keywords, explains_options
 from llamapipe._sync.streams import ChatStream, Generation, Stream
 from llamapipe._sync.submission import BlockingSubmission
-from llamapipe.arguments import check_choice, check_flag, check_int, refuse_table
+from llamapipe.arguments import (
+    check_choice,
+    check_flag,
+    check_int,
+    refuse_table,
+)
 from llamapipe.chat.options import ChatOptions, Conversation, ReasoningFormat, ToolChoice, Truncation
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.adapter import AdapterChoice
@@ -251,9 +256,9 @@ class BlockingCalls(EngineParts):
     ) -> Stream:
         """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
-        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise at once.
-        With ``block=False`` it starts at once, in a task, so that a full queue raises here: a web service can still
-        answer 429.
+        For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise
+        immediately. With ``block=False`` it starts immediately, in a task, so that a full queue raises here: a web
+        service can still answer 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -317,7 +322,10 @@ class BlockingCalls(EngineParts):
         timeout: float | None = None,
         block: bool = True,
     ) -> Stream:
-        """Start to fill in and return an iterator over the deltas, as ``stream`` does; arguments of ``infill``."""
+        """Start filling in and return an iterator over the deltas, as ``stream`` does.
+
+        Takes the arguments of ``infill``.
+        """
         self._engine_thread.check_open()
         tokens = self._fim_tokens(fim_text(prefix, suffix, extra, filename, order), params)
         return self.stream(tokens, params, timeout=timeout, block=block)
@@ -429,9 +437,10 @@ class BlockingCalls(EngineParts):
         ``before``: tokens of earlier turns, which precede the prompt. With ``truncation="auto"`` the oldest are left
         out.
 
-        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise at once.
-        A long conversation, or one with tools or a response format, is rendered in a worker thread when it starts. With
-        ``block=False`` all other conversations start at once, and a full queue raises here in either case.
+        For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise
+        immediately. A long conversation, or one with tools or a response format, is rendered in a worker thread when it
+        starts. With ``block=False`` all other conversations start immediately, and a full queue raises here in either
+        case.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(

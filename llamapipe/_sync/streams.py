@@ -92,7 +92,7 @@ class Stream(StreamReader, Closing):
         return self._read(item)
 
     def submit(self) -> None:
-        """Submit the request, which otherwise the first ``__next__`` does. Raises as ``Engine.generate`` does.
+        """Submit the request now instead of with the first ``__next__``. Raises as ``Engine.generate`` does.
 
         A second call does nothing.
         """
@@ -149,7 +149,7 @@ class ChatStream(ChatReader[Stream], Closing):
                 return delta
 
     def submit(self) -> None:
-        """Render the conversation and submit the request, which otherwise the first ``__next__`` does.
+        """Render the conversation and submit the request now instead of with the first ``__next__``.
 
         Raises as ``Engine.chat`` does. A second call does nothing.
         """
@@ -217,7 +217,7 @@ class Generation(SequenceHandle, Closing):
         count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
         ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
 
-        Returns at once; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
+        Returns immediately; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
         generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)

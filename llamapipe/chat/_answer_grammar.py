@@ -33,9 +33,11 @@ class AnswerGrammar:
     """The answers that a request allows.
 
     - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
-    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the spaces allowed in that JSON.
+      ``parallel``: it may have several.
+    - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the whitespace allowed in that JSON.
     - ``plain``: with a schema, the answer may also be one call as plain JSON.
-    - ``reasoning``: the markers of reasoning, if the answer may begin with it, and whether the prompt has opened it.
+    - ``reasoning``: the markers of reasoning, if the answer may begin with it. ``reasoning_open``: the prompt has
+      opened it.
     - ``text_starts``, ``text_end``: optional markers before and after the text.
     - ``turn_end``: an optional marker at the end of the answer.
     - ``prompted``: the start of a call's opening, if the prompt ends with one.
@@ -117,8 +119,8 @@ class GrammarWriter:
     def _calls_in_reasoning(self) -> str:
         """Return the alternative for calls that end the reasoning, if calls begin with a control token.
 
-        Reasoning may mention a marker that is plain text. Such a mention must not start a call, so the grammar omits
-        it.
+        If calls begin with plain text, reasoning may mention that text without starting a call. Then there is no such
+        alternative.
         """
         assert self._form is not None
         if self._literals.token(trigger := self._form.trigger) is None:
@@ -271,7 +273,7 @@ class GrammarWriter:
     def _add_calls(
         self, form: CallFormat, opening: str, opened: str | None = None, rule: str = "calls"
     ) -> None:
-        """Add the rule ``calls``: the rest of the opening, the calls, and the end of their section.
+        """Add a rule named ``rule``: the rest of the opening, the calls, and the end of their section.
 
         ``opened``: the rest of the opening as a regular expression, if the opening and the text after it must be one
         terminal, as at the start of an answer; ``opening`` is then empty.
@@ -281,7 +283,7 @@ class GrammarWriter:
         parts = [text.edge(opening), first]
         if self._answer.parallel and form.parallel:
             between = text.edge(form.separator + form.call_start)
-            if is_run(form.call_start):  # models write a newline before it, as after other calls
+            if is_run(form.call_start):  # models may write a newline before it
                 between = f"{GAP} {between}"
             call = self._one_of_calls(form) if opened is not None else first
             parts.append(f"({between} {call})*")

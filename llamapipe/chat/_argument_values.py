@@ -1,7 +1,7 @@
 """Reads arguments that are not JSON: Python literals, and the syntaxes of Gemma and MiniMax.
 
 Each reader consumes one value and returns it decoded. If an argument is a string, ``show`` gets its text as it arrives.
-Text that cannot be a value raises Malformed at once, and so do values nested deeper than ``_MAX_DEPTH``.
+Text that cannot be a value raises Malformed immediately, and so do values nested deeper than ``_MAX_DEPTH``.
 """
 
 from __future__ import annotations

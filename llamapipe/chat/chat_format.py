@@ -152,8 +152,8 @@ class ChatFormat:
           to call. ``parallel``: several calls are allowed if the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
-          ``whitespace``: the spaces allowed in it, as in ``SamplingParams.json_whitespace``. ``plain``: a call may also
-          be plain JSON; see ``differs_from_calls``.
+          ``whitespace``: the whitespace allowed in it, as in ``SamplingParams.json_whitespace``. ``plain``: a call may
+          also be plain JSON; see ``differs_from_calls``.
 
         Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
         """

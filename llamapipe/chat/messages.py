@@ -63,7 +63,7 @@ def _checked(index: int, message: object) -> Message:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', fields)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
-    # Templates may define other roles, but a role that is one letter away from a usual one is a typing error.
+    # Templates may define other roles, but a role that is one letter away from a usual one is a typo.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; did you mean {near[0]}?")
     if "content" not in fields and "tool_calls" not in fields and "refusal" not in fields:
@@ -555,8 +555,8 @@ def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
 
     A tool call and its result are in one group.
 
-    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse
-    messages without one of the user, so that their tokens could not be counted.
+    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse a
+    conversation without a user message, and its tokens could then not be counted.
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     answers_earlier, is_answer = [False] * len(messages), False

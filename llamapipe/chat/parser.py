@@ -602,8 +602,8 @@ class ChatParser:
     content. An incomplete call at the end is dropped if the answer was cut off and a marker began the call, or with
     ``required``, where the grammar allows nothing but calls.
 
-    If reasoning is never closed, a call inside it ends it. Such a call is returned when the text ends: if the reasoning
-    is closed before that, the call was only a draft.
+    If reasoning is never closed, a call inside it ends the reasoning. Such a call is returned when the text ends: if
+    the reasoning is closed before that, the call was only a draft.
 
     With ``stream_calls``, the arguments of a call are returned as they arrive, and an incomplete call stays unfinished.
     Without it, a call is returned when it is complete. With ``lenient``, an answer that consists of calls in plain JSON

@@ -17,7 +17,7 @@ class ToolCall:
     """A call of a tool.
 
     - ``id``: nine letters and digits, or the model's own id where its format has one.
-    - ``arguments``: the decoded JSON object. They match the tool's schema if the answer was constrained.
+    - ``arguments``: the decoded JSON object. It matches the tool's schema if the answer was constrained.
     - ``arguments_text``: the arguments as the model wrote them: JSON, if the call is complete.
     - ``is_complete``: False if the answer ended within the call, for instance at ``max_tokens``. ``arguments`` then
       holds the complete members.

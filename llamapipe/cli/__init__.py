@@ -55,7 +55,7 @@ colours: only on a terminal, and only if NO_COLOR is not set"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit status.
+    """Run the command line ``argv`` (default: the process's own) and return the exit status.
 
     0: done, or ``serve`` was ended by Ctrl-C or SIGTERM, even while a model loads; 1: failed, with one message on
     stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader of the output closed it, as with ``| head``.

@@ -1,6 +1,6 @@
 """``llamapipe batch --follow``: the progress of a running server's batch, or of a job in another local process.
 
-Both are polled now and then, which does not disturb them.
+Both are polled periodically, which does not disturb them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def follow(args: argparse.Namespace) -> int:
     if args.output is not None:
         return _follow_job(args.input, args.output)
     if not str(args.input).startswith(_BATCH):
-        raise UsageError(f"{args.input} is no id of a batch; give -o OUT to follow the job that writes it")
+        raise UsageError(
+            f"{args.input} is not the id of a batch; give -o OUT to follow the job that writes it"
+        )
     return _follow_batch(args)
 
 
@@ -108,7 +110,7 @@ class _Line:
         self._news: str | None = None
 
     def show(self, text: str, news: str | None = None) -> None:
-        """Show the state. If ``news`` has changed, it is written at once."""
+        """Show the state. If ``news`` has changed, it is written immediately."""
         if self.terminal.redraws:
             self.terminal.redraw(text)
         elif time.perf_counter() >= self._next_s or news != self._news:

@@ -27,13 +27,13 @@ from llamapipe.native.load import native
 
 _CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _USUAL_CONTEXT, _USUAL_SLOTS, _MOST_SLOTS = 8192, 8, 64
-# Of the memory that is free: the engine's prefix cache takes a tenth, and compute buffers and the program need some.
+# The share of free memory to plan with: the prefix cache takes a tenth, compute buffers and the program need some.
 _SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line that the doctor prints. `fix`: what to do if the finding is not `ok` or could be better."""
+    """One line that the doctor prints. ``fix``: what to do if the finding is not ``ok`` or could be better."""
 
     name: str
     ok: bool
@@ -77,7 +77,7 @@ def look_at(path: Path) -> dict[str, Any]:
         }
         facts |= _projector(info, model)
     sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, "f16", "f16")
-    # Layers with a sliding window may hold fewer cells than the others: with them, this is the most.
+    # Sliding-window layers may hold fewer cells than the others, so for them this is an upper bound.
     facts["kv_bytes_per_token"] = None if sizes is None else sizes.full + sizes.window
     facts["kv_window_bytes_per_token"] = None if sizes is None else sizes.window
     facts["n_window"] = 0 if sizes is None else sizes.n_window
@@ -86,14 +86,14 @@ def look_at(path: Path) -> dict[str, Any]:
 
 
 def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
-    """Return the bytes of the weights of the last layers, which predict the token after the next."""
+    """Return the size in bytes of the MTP layers: the last ones, which predict the token after the next."""
     first = info.n_layer - n_layers
     matches = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
     return sum(tensor_bytes(tensor) for match, tensor in matches if match and int(match[1]) >= first)
 
 
 def _weights(info: GgufInfo) -> list[dict[str, Any]]:
-    """Return the bytes and the number of weight matrices by type, largest first, and whether they can be packed."""
+    """Return the size and number of weight matrices by type, largest first, and whether llamapipe can pack them."""
     lib = native().lib
     names = {tensor.name for tensor in info.tensors}
     by_kind: dict[str, dict[str, Any]] = {}
@@ -131,10 +131,10 @@ def _template(model: lp.Model) -> dict[str, Any]:
 
 
 def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
-    """Return whether messages may have images and audio, and the projector files found, with their size.
+    """Return whether messages may contain images and audio, and the names and total size of the projector files.
 
-    ``image_tokens``: the fewest and the most tokens of an image, each null without a limit; null if limits cannot be
-    set.
+    ``image_tokens``: the minimum and maximum number of tokens per image, each None without a limit; None as a whole if
+    limits cannot be set.
     """
     beside = mmproj_beside(info.path, info.n_embd, lambda: model.metadata.get("general.name", ""))
     projector = beside[0] if len(beside) == 1 else None
@@ -149,7 +149,7 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
 
 
 def _memory(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return free memory (on the host if there is no GPU), and how many slots fit beside the weights, by context."""
+    """Return the free memory (of GPUs, else of the host) and how many slots fit beside the weights, by context size."""
     gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
     free = sum(device.memory_free for device in gpus) if gpus else free_memory()
     slots = []
@@ -171,7 +171,7 @@ def suggestion(facts: dict[str, Any], name: str) -> str | None:
     command = f"llamapipe serve -m {shlex.quote(name)}"
     if not facts["slots"]:
         return command
-    # Slots before context: the usual number of slots, with the largest of the usual contexts that they fit with.
+    # Slots come before context: take the usual number of slots and the largest usual context that fits with them.
     usual = [
         entry for entry in facts["slots"] if entry["n_ctx"] <= max(_USUAL_CONTEXT, facts["slots"][0]["n_ctx"])
     ]
@@ -197,7 +197,7 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
         yield Finding(
             "use",
             not reason,
-            f"{kind}: it guesses what the model that it was trained for writes, and is no model itself",
+            f"{kind}: it drafts for the model that it was trained with, and cannot generate on its own",
             reason or "llamapipe serve -m MODEL --draft FILE",
         )
     elif not facts["is_served"]:
@@ -205,7 +205,7 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
             "use",
             False,
             "an encoder-decoder model, which llamapipe does not serve: its engine computes and accepts decoders only",
-            "use a model that is a decoder only, as nearly all that chat are; or, for embeddings, an encoder",
+            "use a decoder-only model, as nearly all chat models are; for embeddings, use an encoder-only one",
         )
     elif not facts["generates"]:
         yield Finding("use", True, "embeds or ranks texts; it does not generate any")
@@ -238,7 +238,7 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
 
 
 def _weights_finding(facts: dict[str, Any]) -> Finding:
-    """Return the types of the weights, and what multiplies them on a CPU."""
+    """Report the types of the weights and, on a CPU, the kernels that multiply them."""
     total = sum(entry["size_bytes"] for entry in facts["weights"]) or 1
     shares = [
         (f"{entry['type']} {100 * entry['size_bytes'] / total:.0f} %", entry["packed"])
@@ -294,7 +294,7 @@ def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
     where = "on GPUs" if facts["memory"] == "gpu" else "for this process"
     if kv is None:
         yield Finding(
-            "KV cache", True, "the file's metadata does not tell its size; `repr(engine)` or the log does"
+            "KV cache", True, "the file's metadata does not give its size; `repr(engine)` and the log do"
         )
     elif kv:
         yield Finding("KV cells", True, _cells(facts))
@@ -303,7 +303,7 @@ def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
             "state", True, f"{size_text(facts['state_bytes'])} for each request, whatever its length"
         )
     if facts["state_bytes"]:
-        yield Finding("prefixes", True, "shared from states, which are saved where prompts part")
+        yield Finding("prefixes", True, "shared from states, which are saved where prompts diverge")
     elif facts["n_window"]:
         yield Finding(
             "prefixes", True, "shared anywhere while all cells are kept (swa_full), else from states"
@@ -328,7 +328,7 @@ def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
 
 
 def _cells(facts: dict[str, Any]) -> str:
-    """Return the memory that a token takes, and how much of it is in layers that may forget the token."""
+    """Return the memory that a token takes, and how much of it is in sliding-window layers."""
     kv, in_windows = facts["kv_bytes_per_token"], facts["kv_window_bytes_per_token"]
     if not in_windows:
         return f"{size_text(kv)} for each token of a context (f16)"

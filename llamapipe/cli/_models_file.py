@@ -114,7 +114,7 @@ def _in_folder(folder: Path) -> list[ModelEntry]:
 
 
 def _accompanies(file: Path) -> bool:
-    """Return whether a file is no model but an adapter, control vector, projector or importance matrix."""
+    """Return whether a file is an adapter, control vector, projector or importance matrix instead of a model."""
     texts = first_texts(file)
     architecture = texts.get("general.architecture")
     return texts.get("general.type", "model") != "model" or architecture in ("clip", "controlvector")
@@ -164,7 +164,7 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
 
 
 def _place(file: str, folder: Path) -> str:
-    """Return a path relative to the list's folder; names of the hub or of Ollama's store are unchanged."""
+    """Return a path relative to the list's folder; names on the Hub or in Ollama's store are unchanged."""
     return file if file.startswith(("hf:", OLLAMA)) else str(folder / file)
 
 
@@ -221,7 +221,7 @@ async def look(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
 
 
 def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = False) -> FileFacts:
-    """Do the work of ``look``, blocking; a file of the hub is downloaded if necessary."""
+    """Do the work of ``look``, blocking; a file on the Hub is downloaded if necessary."""
     placement = {name: common[name] for name in _PLACEMENT if name in common}
     options = {**(placement if entry.embeds else common), **entry.options}
     extra: dict[str, Any] = {}
@@ -280,7 +280,7 @@ def sees_images(entry: ModelEntry) -> bool:
 
 
 def _takes(projector: MmprojInfo | None) -> tuple[str, ...]:
-    """Return the kinds of content that messages for the model may have."""
+    """Return the kinds of content that messages for the model may contain."""
     if projector is None:
         return ("text",)
     return ("text", *["image"] * projector.sees, *["audio"] * projector.hears)

@@ -24,9 +24,7 @@ _ASCII = {
 class Terminal:
     """A text stream and its abilities.
 
-    Args:
-        stream: usually ``sys.stdout``.
-        environ: read for ``NO_COLOR`` (https://no-color.org) and ``TERM``.
+    ``stream``: usually ``sys.stdout``. ``environ``: read for ``NO_COLOR`` (https://no-color.org) and ``TERM``.
 
     Colours and redrawing need a terminal that is not ``TERM=dumb``; ``NO_COLOR`` turns off colours alone.
     """
@@ -51,17 +49,17 @@ class Terminal:
         return shutil.get_terminal_size((100, 24)).lines
 
     def style(self, text: str, *names: str) -> str:
-        """Return `text` in the named styles (bold, dim and four colours), or plain if colours are off."""
+        """Return ``text`` in the named styles (bold, dim and four colours), or plain if colours are off."""
         if not self.colours or not names or not text:
             return text
         return f"\x1b[{';'.join(_CODES[name] for name in names)}m{text}\x1b[0m"
 
     def symbol(self, character: str) -> str:
-        """Return `character`, or an ASCII substitute if the stream cannot write it."""
+        """Return ``character``, or an ASCII substitute if the stream cannot write it."""
         return character if self._unicode else _ASCII[character]
 
     def clip(self, text: str, n_before: int) -> str:
-        """Return `text` cut to fit on one line after `n_before` characters."""
+        """Return ``text`` cut to fit on one line after ``n_before`` characters."""
         width = self.columns - 1 - n_before
         dots = self.symbol("…")
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots

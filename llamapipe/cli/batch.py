@@ -1,4 +1,4 @@
-"""``llamapipe batch``: a file of prompts, conversations or requests in, a file of results out."""
+"""``llamapipe batch``: answers a file of prompts, conversations or requests, and writes a file of results."""
 
 from __future__ import annotations
 

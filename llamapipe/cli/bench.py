@@ -1,4 +1,4 @@
-"""``llamapipe bench``: measures tokens per second and the time to the first token for numbers of requests.
+"""``llamapipe bench``: measures tokens per second and the time to the first token for several numbers of requests.
 
 ``LoadRunner`` runs requests with random prompts and takes medians; ``llamapipe tune`` uses it too.
 """

@@ -1,4 +1,4 @@
-"""``llamapipe chat``: a conversation at the terminal.
+"""``llamapipe chat``: holds a conversation at the terminal.
 
 ``Session`` answers messages and runs commands such as ``/save``, ``Conversation`` holds the messages, ``read_entry``
 reads them from a terminal or a pipe.
@@ -481,7 +481,7 @@ class Conversation:
         path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: Path) -> None:
-        """Replace all messages by those in a file that ``save`` wrote. Raises OSError, ValueError."""
+        """Replace all messages with those in a file that ``save`` wrote. Raises OSError, ValueError."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

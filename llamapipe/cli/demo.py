@@ -31,7 +31,7 @@ _N_TOGETHER = 16
 _N_TOKENS = 64
 _N_CTX = 256
 _MEASURING_LIMIT_S = 8.0
-_READING_PACE = 60  # tokens a second and column: this model is much faster than anyone can read
+_READING_PACE = 60  # tokens per second and column: this model is much faster than anyone can read
 _FRAME_S = 1 / 25
 _LOOK_S = 0.2  # at the machine's load
 _BUSY = 0.3  # of a core, used by other programs
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.line(terminal.clip(f"{path.name}: {size_mb:.1f} MB, the bundled model; {names}", 0))
         if pace:
             terminal.line(
-                f"Streams are slowed to {pace:g} tokens a second for reading; measurements are not."
+                f"Streams are slowed to {pace:g} tokens per second for reading; measurements are not."
             )
         demo = _Demo(terminal, engine, pace)
         demo.one()
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Demo:
-    """The parts of the demo, on one engine and terminal; `pace`: tokens per second for each column, 0: no limit."""
+    """The parts of the demo, on one engine and terminal; ``pace``: tokens per second for each column, 0: no limit."""
 
     def __init__(self, terminal: Terminal, engine: lp.Engine, pace: float) -> None:
         self._terminal = terminal
@@ -138,7 +138,7 @@ class _Demo:
         return await self._side_by_side(cancelled=None)
 
     async def three_less_one(self, undisturbed: list[str]) -> None:
-        """Run the same three requests and cancel one midway; `undisturbed` holds the uncancelled texts."""
+        """Run the same three requests and cancel one midway; ``undisturbed`` holds the uncancelled texts."""
         self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
@@ -230,7 +230,7 @@ class _Demo:
                     task.cancel()
 
     async def _into(self, board: Board, column: int, cancel_after: int | None) -> str:
-        """Stream a request into its column, up to `cancel_after` tokens; return its text."""
+        """Stream a request into its column, up to ``cancel_after`` tokens; return its text."""
         board.add(column, THREE[column].prompt)
         text, n_tokens = "", 0
         async with aclosing(self._engine.astream(THREE[column].prompt, _GREEDY)) as deltas:
@@ -263,7 +263,7 @@ class _Demo:
         terminal.line()
 
     def _progress(self, done: int, total: int) -> None:
-        """Show the progress of the measurement on a terminal; `total` 0 clears the line."""
+        """Show the progress of the measurement on a terminal; ``total`` 0 clears the line."""
         bar = f"  measuring {self._terminal.symbol('█') * done}{self._terminal.symbol('░') * (total - done)}"
         self._terminal.redraw(bar if total else "")
 
@@ -285,7 +285,7 @@ _NARROWEST = 22  # characters; below that columns are no longer readable
 class Board:
     """Shows one column for each title and redraws it as text comes in.
 
-    On a terminal that is wide enough, the columns are side by side and each shows its last `n_lines` lines. Elsewhere
+    On a terminal that is wide enough, the columns are side by side and each shows its last ``n_lines`` lines. Elsewhere
     every finished sentence becomes a line that begins with its title, so that a log shows the interleaving as well.
 
     As a context manager, it hides the cursor, and at the end draws the last state and shows the cursor again. It
@@ -322,7 +322,7 @@ class Board:
             self._print_to(column, len(self._texts[column]))
 
     def add(self, column: int, text: str) -> None:
-        """Append to a column; shown by the next `draw`."""
+        """Append to a column; shown by the next ``draw``."""
         self._texts[column] += text
         if not self._side_by_side:
             so_far = self._texts[column]
@@ -363,13 +363,13 @@ class Board:
         self._drawn = True
 
     def _wrap(self, text: str) -> list[str]:
-        """Return the last `n_lines` lines of `text` broken at the column's width, padded with empty ones."""
+        """Return the last ``n_lines`` lines of ``text`` broken at the column's width, padded with empty ones."""
         text = self._terminal.text(text).expandtabs(4)
         lines = [line for part in text.split("\n") for line in textwrap.wrap(part, self._width) or [""]]
         return lines[-self._n_lines :] + [""] * (self._n_lines - len(lines))
 
     def _print_to(self, column: int, end: int) -> None:
-        """Write the column's text up to `end` as labelled lines."""
+        """Write the column's text up to ``end`` as labelled lines."""
         start = self._printed[column]
         if end <= start:
             return
@@ -388,8 +388,8 @@ class Board:
 class Measured:
     """Measurements of one way to serve a set of requests that all arrive at time zero.
 
-    `n_tokens`: tokens generated by all requests. `seconds`: the time until the last was done. `first_token_s`: the
-    median time to the first token. `spread`: the lowest and the highest tokens per second of several runs.
+    ``n_tokens``: tokens generated by all requests. ``seconds``: the time until the last was done. ``first_token_s``:
+    the median time to the first token. ``spread``: the lowest and the highest tokens per second of several runs.
     """
 
     n_tokens: int
@@ -435,9 +435,9 @@ def compare(
 ) -> tuple[Measured, Measured, int]:
     """Return medians of alternating runs, which a busy moment affects equally, and the number of runs.
 
-    Each way has `n_runs` runs, or fewer, but at least one, if another would exceed `limit_s` seconds. Each run has a
-    new engine, which is warmed up first, and no other engine exists at that time: OpenMP keeps threads for every engine
-    thread, and all of them slow down once there are more threads than cores.
+    Each way has ``n_runs`` runs, or fewer, but at least one, if another would exceed ``limit_s`` seconds. Each run has
+    a new engine, which is warmed up first, and no other engine exists at that time: OpenMP keeps threads for every
+    engine thread, and all of them slow down once there are more threads than cores.
     """
     slow: list[Measured] = []
     fast: list[Measured] = []

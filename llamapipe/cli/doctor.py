@@ -315,7 +315,7 @@ _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 def run_probes(files: Sequence[str] = ()) -> int:
     """Run the probes in order, in the child process, then look at model files; stop at the first failure.
 
-    Each result is written at once as a line of JSON, ``{"name": …, …}``, so the parent knows which probe failed.
+    Each result is immediately written as a line of JSON, ``{"name": …, …}``, so the parent knows which probe failed.
     """
     probes = _PROBES | {f"model {file}": lambda file=file: look_at(Path(file)) for file in files}
     for name, probe in probes.items():

@@ -1,4 +1,4 @@
-"""``llamapipe embed``: embeddings of texts, or documents sorted by relevance."""
+"""``llamapipe embed``: computes embeddings of texts, or sorts documents by relevance."""
 
 from __future__ import annotations
 

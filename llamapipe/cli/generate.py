@@ -1,4 +1,4 @@
-"""``llamapipe generate``: continue one prompt, streaming, or many at once."""
+"""``llamapipe generate``: continues one prompt as a stream, or many at once."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _stream(asks: _Asks, prompt: str) -> _Counts:
 async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
     """Run all prompts concurrently and print the results in order.
 
-    With `as_json`, a failed prompt gives an error record and the others continue; without it, the error is raised.
+    With ``as_json``, a failed prompt gives an error record and the others continue; without it, the error is raised.
     """
     counts = _Counts()
     terminal = Terminal(sys.stdout)

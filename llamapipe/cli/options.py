@@ -1,4 +1,4 @@
-"""Options that several commands share: for `Model`, `Engine` and `SamplingParams`. Also opens models and engines.
+"""Options that several commands share: for ``Model``, ``Engine`` and ``SamplingParams``. Also opens models and engines.
 
 Options have the names of the arguments, with dashes instead of underscores.
 """
@@ -54,12 +54,12 @@ def byte_count(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     n = 0 if match is None else int(float(match[1]) * _UNITS[match[2].lower()])
     if n < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 500MiB, or 6GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 500MiB, or 6GiB")
     return n
 
 
 def byte_count_or_zero(text: str) -> int:
-    """Read a number of bytes, as `byte_count` reads it, or 0."""
+    """Read a number of bytes, as ``byte_count`` reads it, or 0."""
     return 0 if text.strip() == "0" else byte_count(text)
 
 
@@ -246,7 +246,7 @@ _MAPPINGS = ("logit_bias", "tensor_placement", "kv_overrides")
 
 
 def for_commands(*options: Option) -> list[Option]:
-    """Return those of the options that commands have."""
+    """Return the options that commands accept."""
     return [option for option in options if option.metavar is not None]
 
 
@@ -270,12 +270,12 @@ def _shown_default(option: Option, default: Any) -> str:
 def add_options(
     parser: argparse.ArgumentParser, title: str, options: list[Option], defaults: Mapping[str, Any]
 ) -> None:
-    """Add `options` as a group of the help, with the library's `defaults` in the help texts."""
+    """Add ``options`` as a group of the help, with the library's ``defaults`` in the help texts."""
     add_to_group(parser.add_argument_group(title), options, defaults)
 
 
 def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults: Mapping[str, Any]) -> None:
-    """Add `options` to a group of the help."""
+    """Add ``options`` to a group of the help."""
     for option in options:
         # An option that was not given leaves no attribute, so that the library's own default holds.
         add = partial(group.add_argument, *option.flags, dest=option.name, default=argparse.SUPPRESS)
@@ -292,7 +292,7 @@ def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `Engine` and of `Model`."""
+    """Add the options of ``Engine`` and of ``Model``."""
     add_options(parser, "engine", ENGINE, defaults_of(lp.Engine) | defaults_of(lp.EngineTuning))
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
     # llama.cpp's other words for two of them.
@@ -430,7 +430,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 
 @contextmanager
 def opened_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
-    """Open the model and the engine of a command. ``defaults``: the engine's options that were not given."""
+    """Open the model and the engine of a command. ``defaults``: values for engine options that were not given."""
     with (
         open_model(args.model, given(args, MODEL)) as model,
         open_engine(model, {**defaults, **given(args, ENGINE)}) as engine,

@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse `args`; arguments that the subcommand does not know are an error."""
+        """Parse ``args``; arguments that the subcommand does not know are an error."""
         self._check_options(sys.argv[1:] if args is None else args)
         values, unknown = super().parse_known_args(args, namespace)
         if unknown and not self._take_texts(values, unknown):
@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         }
 
     def _take_texts(self, values: argparse.Namespace, unknown: Sequence[str]) -> bool:
-        """Take texts that come after options, as in ``run MODEL -n 5 MESSAGE``. False if these are not texts.
+        """Take texts after options, as in ``run MODEL -n 5 MESSAGE``. Return False if ``unknown`` has anything else.
 
         By then argparse has assigned the texts before the options, perhaps none, to the command's last argument.
         """

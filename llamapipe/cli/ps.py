@@ -1,4 +1,4 @@
-"""``llamapipe ps``: the models of a running server, and their memory. Also the requests of commands to a server."""
+"""``llamapipe ps``: lists the models of a running server and their memory. Also sends other commands' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llamapipe pull``: downloads a model of the Hugging Face Hub."""
+"""``llamapipe pull``: downloads a model from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llamapipe.hub import Reference, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
 
 DESCRIPTION = (
-    "Download a model of the Hugging Face Hub into its cache, where -m finds it, and print the path of its file. Needs "
+    "Download a model from the Hugging Face Hub to its cache, where -m finds it, and print the path of its file. Needs "
     "the extra hub."
 )
 EPILOG = """\
 examples:
   llamapipe pull hf:OWNER/REPO:Q4_K_M
-  llamapipe pull hf.co/OWNER/REPO:Q4_K_M     # as ollama pull
+  llamapipe pull hf.co/OWNER/REPO:Q4_K_M     # like ollama pull
   llamapipe pull hf:OWNER/REPO/FILE.gguf"""
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reference_of(name: str) -> Reference:
-    """Return the file of the hub that a name refers to. Raises UsageError."""
+    """Return the Hub file that a name refers to. Raises UsageError."""
     if name.startswith(OLLAMA):
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
     with usage_errors():

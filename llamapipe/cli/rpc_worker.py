@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; it ends by a signal or an error."""
+    """Run the command, until a signal or an error ends it."""
     networks = [_network(text) for text in args.allow_network]
     address = _address(args, networks)
     with usage_errors():

@@ -1,4 +1,4 @@
-"""``llamapipe score``: how probable continuations of a prompt are, or the perplexity of a text."""
+"""``llamapipe score``: computes how probable continuations of a prompt are, or the perplexity of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llamapipe serve``: an HTTP server for clients of OpenAI's API."""
+"""``llamapipe serve``: runs an HTTP server for clients of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _log = logging.getLogger("llamapipe.server")
 _SAME_PORT = -1
 _MAX_QUEUE = 1024
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
-# several times a step; with Python's 5 ms, a long chat that is read meanwhile delays all streams by tens of ms.
+# several times per step; with Python's 5 ms, parsing a long chat meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
 _OF_FREE_MEMORY = 0.9  # what several models may take
 # Options that the model of --embeddings takes too where it stands beside -m; others depend on a model's size.
@@ -384,7 +384,7 @@ def _served(
 
 
 def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the workers. Only they load the model; this process loads nothing of llama.cpp."""
+    """Run the workers. Only they load the model; this process loads no part of llama.cpp."""
     from llamapipe.fleet.command import command_with
     from llamapipe.fleet.placement import placements
     from llamapipe.fleet.supervisor import Supervisor, WorkerFailedError
@@ -475,7 +475,7 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve several models, each in a separate process; this process loads nothing of llama.cpp."""
+    """Serve several models, each in a separate process; this process loads no part of llama.cpp."""
     from llamapipe.cli._models_file import entries_of, look, sees_images
     from llamapipe.fleet.budget import Budget
     from llamapipe.fleet.command import command_with
@@ -720,7 +720,7 @@ def listening_socket(host: str, port: int, option: str = "--port") -> socket:
 
 
 def has_template(path: Path) -> bool:
-    """Return whether a GGUF file, which was loaded before, has a chat template. Loads nothing of llama.cpp."""
+    """Return whether a GGUF file, which was loaded before, has a chat template. Does not use llama.cpp."""
     with path.open("rb") as file:
         head = parse_head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return "tokenizer.chat_template" in head.entries

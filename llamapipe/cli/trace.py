@@ -1,4 +1,4 @@
-"""``llamapipe trace``: record the timeline of an engine and draw it."""
+"""``llamapipe trace``: records the timeline of an engine and draws it."""
 
 from __future__ import annotations
 

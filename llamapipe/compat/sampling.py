@@ -18,7 +18,7 @@ from llamapipe.structured.schema import closed_objects
 
 
 class LlamaGrammar:
-    """A constraint of the output: GBNF text, or a JSON schema. Immutable.
+    """A constraint on the output: GBNF text, or a JSON schema. Immutable.
 
     The schema is compiled by llguidance and not converted to GBNF, so every schema that ``SamplingParams.json_schema``
     accepts works.

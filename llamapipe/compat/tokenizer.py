@@ -11,7 +11,7 @@ from llamapipe.llama.model import Model
 if TYPE_CHECKING:
     from llamapipe.compat.base import LlamaBase
 else:
-    LlamaBase = Any  # it imports this module; annotations resolve all the same
+    LlamaBase = Any  # base.py imports this module; annotations still resolve
 
 
 class LlamaTokenizer:

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 class WorkerOptions(NamedTuple):
     """The settings of a worker.
 
-    ``open_engine`` runs in a thread, makes the engine, and registers its closing with the ExitStack it gets.
+    ``open_engine`` makes the engine and registers its closing with the ExitStack that it gets; it runs in a thread.
     ``folder``: where the frontend's tokenizer files are written. ``registration``: how the model and its adapters are
     registered, as fields of Dynamo's ``WorkerConfig``.
     """
@@ -110,7 +110,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
     name = args.served_model_name or file.stem
     for adapter, _ in (*args.lora, *args.control_vector):
         if adapter == name:
-            raise UsageError(f"{quoted(name)} is the name of the model, too; give the adapter another")
+            raise UsageError(f"{quoted(name)} is also the name of the model; give the adapter another name")
     namespace, component, endpoint = _address(args)
     folder = (args.tokenizer_dir or default_folder(file, args.chat_template)).absolute()
 
@@ -142,7 +142,7 @@ def _address(args: argparse.Namespace) -> tuple[str, str, str]:
     parts = args.endpoint.removeprefix("dyn://").split(".")
     if len(parts) != 3 or not all(parts):
         raise UsageError(
-            f"--endpoint is {args.endpoint!r}, which is not of the form dyn://NAMESPACE.COMPONENT.ENDPOINT"
+            f"--endpoint is {args.endpoint!r}, which is not dyn://NAMESPACE.COMPONENT.ENDPOINT; write it in that form"
         )
     return parts[0], parts[1], parts[2]
 

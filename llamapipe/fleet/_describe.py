@@ -70,7 +70,7 @@ async def _run(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
 
 
 def main() -> None:
-    """Run in the child process: read the files to describe as JSON, and write a line for each."""
+    """Run in the child process: read a JSON list of files to describe, and write a line for each."""
     if hasattr(os, "nice"):
         os.nice(10)
     for fields in json.load(sys.stdin):

@@ -129,12 +129,12 @@ class WorkerProcess:
 
     @property
     def served_s(self) -> float | None:
-        """How many seconds it was ready; None if it never was."""
+        """The seconds for which it was ready; None if it never was."""
         return self._served_s if self._ready_at is None else monotonic() - self._ready_at
 
     @property
     def exit_text(self) -> str:
-        """How the process ended, for the log."""
+        """The way in which the process ended, for the log."""
         status = self._process.returncode
         if status is None:
             return "has not ended"

@@ -185,7 +185,7 @@ class Forwarded(LateResponse):
             await self._part(send, part)
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
-        """Wait for the load. A stream's head and keep-alives are sent at once, so that no client gives up."""
+        """Wait for the load. A stream's head and keep-alives are sent meanwhile, so that no client gives up."""
         settings = self._proxy.gate.settings
         began = monotonic()
         signs = self._is_stream and settings.ping_s > 0

@@ -54,7 +54,7 @@ def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> d
 
 
 class Watch:
-    """The models' states that a client of ``/models/sse`` was sent last. Events are as in llama-server's router."""
+    """The models' states as last sent to a client of ``/models/sse``. Events are as in llama-server's router."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -111,7 +111,7 @@ class Upstream(asyncio.Protocol):
         self._arrived.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the connection is lost. The event loop calls this once."""
+        """Record that the connection is lost. The event loop calls this once."""
         self._is_lost, self.is_free = True, False
         self._arrived.set()
 
@@ -121,7 +121,7 @@ class Upstream(asyncio.Protocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Note the status at the end of the answer's head."""
+        """Record the status at the end of the answer's head."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
@@ -130,7 +130,7 @@ class Upstream(asyncio.Protocol):
         self._n_unread += len(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the answer."""
+        """Record the end of the answer."""
         self._is_complete = True
         self.is_free = not self._is_lost and self._parser.should_keep_alive()
 

@@ -62,7 +62,7 @@ class Budget:
         return not self.missing(memory)
 
     def most_bytes(self, pinned: Memory) -> float:
-        """Return the most system memory that one model may take."""
+        """Return the maximum system memory that one model may take."""
         return math.inf if self.n_bytes is None else self.n_bytes - pinned.n_bytes
 
     def refusal(self, needed: Memory, pinned: Memory) -> str | None:

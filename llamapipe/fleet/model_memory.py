@@ -31,8 +31,8 @@ _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd"
 class Need(NamedTuple):
     """The memory that a model takes once it is loaded.
 
-    ``n_bytes``: system memory, without the process's own. ``n_ctx``: tokens of a request. ``cache_bytes``: the engine
-    option that keeps it within that. ``gpu_bytes``: GPU memory.
+    ``n_bytes``: system memory, without the process's own. ``n_ctx``: tokens of a request. ``cache_bytes``: the value of
+    the engine option with which the model stays within ``n_bytes``. ``gpu_bytes``: GPU memory.
     """
 
     n_bytes: int
@@ -93,7 +93,7 @@ def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
 
 
 def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
-    """Return the bytes of the weights in system memory and in GPU memory."""
+    """Return the sizes in bytes of the weights in system memory and in GPU memory."""
     first = info.n_layer + 1 - n_on_gpu
     on_gpu, has_output = 0, False
     for tensor in info.tensors if n_on_gpu else ():
@@ -109,7 +109,7 @@ def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
 
 
 def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> float:
-    """Return the bytes of the KV cells and of recurrent states.
+    """Return the size in bytes of the KV cells and of recurrent states.
 
     It is an upper bound: layers with a sliding window may hold fewer cells.
     """

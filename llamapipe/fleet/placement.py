@@ -16,7 +16,7 @@ from llamapipe.native.load import has_gpu_backend
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a worker computes. ``devices``: names of its devices; None: all of them."""
+    """The cores and devices of a worker. ``devices``: names of its devices; None: all of them."""
 
     share: CoreShare
     devices: tuple[str, ...] | None = None

@@ -690,7 +690,7 @@ class Pool:
     def _process_changed(self) -> None:
         """Close connections that a process could not take because it had no descriptors left or has ended.
 
-        Their requests are answered 503.
+        Their requests are answered with 503.
         """
         for model in self._all:
             process = model.process

@@ -38,7 +38,7 @@ class Backoff:
     """The delay before a restart, which doubles after each short life of a worker. Pure.
 
     ``first_s``, ``most_s``: the first and the longest delay. ``long_s``: after a worker that served this long, the next
-    one starts at once. ``n_attempts``: how many workers in a row may end before they are ready; then no other one
+    one starts immediately. ``n_attempts``: how many workers in a row may end before they are ready; then no other one
     starts.
     """
 

@@ -262,8 +262,8 @@ class WorkerServer(HttpServer):
             self._tasks.start(self._retire())
 
     async def _retire(self) -> None:
-        # To close a connection at once could cross a request on its way, which its client would see fail. So the next
-        # answer on each says that it is the last, and only those without a request for a while are closed.
+        # Closing a connection immediately could cross a request on its way, which would then fail. So the next answer
+        # on each connection announces that it is the last one, and only idle connections are closed.
         close = (b"connection", b"close")
         self.config.encoded_headers = [*self.config.encoded_headers, close]
         self.server_state.default_headers = [*self.server_state.default_headers, close]
@@ -285,7 +285,7 @@ class WorkerServer(HttpServer):
                 connection.shutdown()
 
     def stop(self, cancel: bool) -> None:
-        """Refuse new requests and end when the running ones are answered, or at once if ``cancel``."""
+        """Refuse new requests and end when the running ones are answered, or immediately if ``cancel``."""
         self.state.draining = self.should_exit = True
         if cancel:
             self.force_exit = True

@@ -43,7 +43,7 @@ class Keys:
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, kind: int) -> int | None:
-        """Return the value of a key of type `kind` (an integer type or bool); None if it is missing."""
+        """Return the value of a key of type ``kind`` (an integer type or bool); None if it is missing."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None
@@ -65,7 +65,7 @@ class Keys:
         return value
 
     def per_layer(self, key: str, n_layer: int) -> npt.NDArray[np.int64] | None:
-        """Return the values `(n_layer,)` of a key that holds one number per layer, or one for all layers."""
+        """Return the values ``(n_layer,)`` of a key that holds one number per layer, or one for all layers."""
         entry = self.entries.get(self.name(key))
         if entry is None:
             return None

@@ -34,7 +34,7 @@ _PLAIN_TYPES: Final = ("F32", "F16", "BF16")
 MOST_NAME: Final = 256
 _EMBEDDING: Final = "token_embd.weight"
 _DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
-# Graphs compute with these by themselves, so llama.cpp would ignore a pair for them in silence: vectors in rows, small
+# Graphs compute with these directly, so llama.cpp would silently ignore a pair for them: vectors in rows, small
 # matrices of recurrent layers, and those of latent attention. tests/llama/test_adapter_models.py finds such.
 _IGNORED: Final = re.compile(
     r"^(?!.*\.weight$)|(?:^|\.)(?:ssm_(?:conv1d|beta|[fg]_[ab]|g)|shortconv\.conv|time_mix_(?:first|lerp|decay|[wavg][12])"
@@ -43,7 +43,7 @@ _IGNORED: Final = re.compile(
 )
 _LATENT: Final = re.compile(r"output\.weight|blk\.\d+\.attn_q\.weight")
 _LATENT_IN: Final = frozenset({"deepseek2", "deepseek2-ocr", "deepseek32", "glm-dsa", "mistral4", "plm"})
-# Those whose graphs compute with most matrices by themselves.
+# Architectures whose graphs compute with most matrices directly.
 _IN_PART: Final = frozenset(
     "bailingmoe3 deepseek4 dots3note glm5-next granite-switch hy_v4 kimi-k3 kimi-linear".split()
 )
@@ -55,7 +55,7 @@ ROWS_ARE_TOKENS: Final = frozenset(
      "mistral3", "smollm3", "internlm2", "deci", "falcon", "gemma4", "gpt-oss", "qwen2moe", "qwen3moe", "glm4moe",
      "granitemoe"}
 )  # fmt: skip
-# Their graphs have no place for a control vector, and llama.cpp would ignore one in silence.
+# Their graphs have no place for a control vector, and llama.cpp would silently ignore one.
 _UNSTEERED: Final = frozenset(
     {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
      "t5encoder", "plamo2", "hy_v4", "gemma4-assistant", "eagle3", "dflash"}
@@ -89,9 +89,9 @@ class AdapterInfo:
 class ControlInfo:
     """The facts in a checked control vector, and its values.
 
-    ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second on; zeros
-    where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as in
-    ``AdapterInfo``.
+    ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second onward;
+    zeros where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as
+    in ``AdapterInfo``.
     """
 
     path: Path
@@ -221,7 +221,7 @@ def check_control_vector(
         kind = text(head.entries, "general.architecture")
         if kind != "controlvector":
             raise Damage(
-                f"it is no control vector (general.architecture is {kind!r}); give the file that llama.cpp's "
+                f"it is not a control vector (general.architecture is {kind!r}); give the file that llama.cpp's "
                 "cvector-generator or repeng wrote"
             )
         if architecture in _UNSTEERED:
@@ -249,7 +249,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
         named = _DIRECTION.fullmatch(tensor.name)
         if named is None:
             raise Damage(
-                f"the tensor {tensor.name!r} is no direction: its name must be direction.LAYER, with a layer from 1 on"
+                f"the tensor {tensor.name!r} is not a direction: its name must be direction.LAYER, and LAYER at least 1"
             )
         layer = int(named[1])
         if layer >= n_layer:

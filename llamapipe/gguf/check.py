@@ -194,13 +194,13 @@ class OpenFile:
 class GgufInfo(Shapes):
     """The facts in the head of a checked file.
 
-    `n_entries` counts metadata entries, `n_parts` the files of a split model. `tokenizer` is None without a vocabulary.
-    `is_vocab_only` is True for a file without tensors, `is_causal` False for models whose tokens attend to later ones,
-    such as encoders. `metadata`: single values and arrays of numbers by key, without the vocabulary's. `has_rank_head`:
-    the model has the output layer of a reranker. `n_rot`: the number of a head's values that positions rotate, None if
-    the file leaves it to llama.cpp. `has_rope_sections`: the file says how several kinds of positions share these
-    values. `n_layer`, `n_embd` and `n_ctx_train` are 0 if a vocabulary-only file omits them. `tensors`: the tensors of
-    all files. `size_bytes` is the size of all files, `stamps` their identities.
+    ``n_entries`` counts metadata entries, ``n_parts`` the files of a split model. ``tokenizer`` is None without a
+    vocabulary. ``is_vocab_only`` is True for a file without tensors, ``is_causal`` False for models whose tokens attend
+    to later ones, such as encoders. ``metadata``: single values and arrays of numbers by key, without the vocabulary's.
+    ``has_rank_head``: the model has the output layer of a reranker. ``n_rot``: the number of a head's values that
+    positions rotate, None if the file leaves it to llama.cpp. ``has_rope_sections``: the file says how several kinds of
+    positions share these values. ``n_layer``, ``n_embd`` and ``n_ctx_train`` are 0 if a vocabulary-only file omits
+    them. ``tensors``: the tensors of all files. ``size_bytes`` is the size of all files, ``stamps`` their identities.
     """
 
     path: Path

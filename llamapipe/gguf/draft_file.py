@@ -1,6 +1,6 @@
 """Reads from a draft file's metadata what kind of draft it is, and which models it fits.
 
-Open this file when a draft's kind is mistaken, or when a draft is refused although it fits its model.
+Open this file when a draft's kind is misidentified, or when a draft is refused although it fits its model.
 
 A small model of the same family drafts on its own. Drafts of the other kinds read values that the target model
 computes. Each belongs to one model, whose widths, layers and vocabulary the file names.
@@ -136,7 +136,7 @@ class _Sizes:
         return [bool(value) for value in values]
 
     def heads_kv(self, layer: int) -> int | None:
-        """Return the heads of keys of a layer."""
+        """Return the number of KV heads in a layer; None if the file does not say."""
         for key in ("attention.head_count_kv", "attention.head_count"):
             value = self._metadata.get(f"{self._architecture}.{key}")
             if isinstance(value, Sequence) and not isinstance(value, str):
@@ -147,11 +147,11 @@ class _Sizes:
 
 
 class Blocks(NamedTuple):
-    """How a DFlash draft computes several tokens at once.
+    """The layout of the blocks in which a DFlash draft computes several tokens at once.
 
-    ``n_most``: the most tokens of a draft. ``first``: the entry of a block that gives the first one: 1 if the request's
-    last token, with which a block begins, only says what comes before. ``mask``: the token of the other entries.
-    ``is_causal``: the entries of a block see those before them only. ``is_even``: blocks of a decode are equally long.
+    ``n_most``: the maximum number of drafted tokens. ``first``: the entry that predicts the first of them. It is 1 if
+    entry 0, the request's last token, predicts none. ``mask``: the token of the other entries. ``is_causal``: an entry
+    attends only to those before it. ``is_even``: all blocks of a decode have the same length.
     """
 
     n_most: int
@@ -161,7 +161,7 @@ class Blocks(NamedTuple):
     is_even: bool
 
     def n_entries(self, n: int) -> int:
-        """Return the entries of a block for ``n`` drafted tokens."""
+        """Return the number of entries in a block for ``n`` drafted tokens."""
         return n + self.first
 
 

@@ -27,7 +27,7 @@ _MOST_PIXELS: Final = 2**31 - 1  # of an image that is resized for libmtmd
 
 
 class _Resized(NamedTuple):
-    """How libmtmd limits the tokens of images that keep their proportions, for one kind of projector.
+    """libmtmd's limits on the tokens of images that keep their proportions, for one kind of projector.
 
     ``least``, ``most``: libmtmd's limits, or None. ``key``: the file's key for the number of patches along a side of a
     token; ``side``: the number if the file lacks that key. ``from_file``: limits in the file take precedence over
@@ -67,7 +67,7 @@ _RESIZED: Final = {
 
 
 class ImageTokens(NamedTuple):
-    """The limits of an image's tokens in a file for which others can be set; None for no limit.
+    """A file's limits on an image's tokens, if other limits can be set; None for no limit.
 
     ``area``: the pixels of a token. ``takes_least``: the lower limit can be set.
     """
@@ -140,7 +140,7 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
 
 
 def is_mmproj(name: str) -> bool:
-    """Return whether a file is a projector's, according to its name."""
+    """Return whether a file is a projector, judging by its name."""
     return name.lower().startswith("mmproj") and name.lower().endswith(".gguf")
 
 
@@ -181,7 +181,7 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 
 
 def _plain(name: str) -> str:
-    """Return the model's name from a file's name, without its part, its role and its types of weights."""
+    """Return the model's name in a file name, without the part number, the role and the types of weights."""
     stem, quantization = split_quantization(read_name(name.lower()).stem)
     while quantization is not None:  # that of the projector may follow that of the model
         stem, quantization = split_quantization(stem)

@@ -48,7 +48,7 @@ class Damage(Exception):  # noqa: N818 - not raised to users: check_gguf turns i
 class Array:
     """An array in the metadata: element type, count, and the place of its elements in the mapped file.
 
-    `starts` and `lengths` (int64, `(count,)`) are set for strings; `data` for numbers.
+    ``starts`` and ``lengths`` (int64, ``(count,)``) are set for strings; ``data`` for numbers.
     """
 
     kind: int
@@ -68,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of the tensor list: `dims` innermost first, ggml's type number, `offset` in the data section."""
+    """One entry of the tensor list: ``dims`` innermost first, ggml's type number, ``offset`` in the data section."""
 
     name: str
     dims: tuple[int, ...]
@@ -78,7 +78,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """Everything before the tensor data. `buffer` is the mapped file, to which arrays refer."""
+    """Everything before the tensor data. ``buffer`` is the mapped file, to which arrays refer."""
 
     version: int
     entries: dict[str, Entry]
@@ -150,7 +150,7 @@ class _Parser:
         return Head(version, entries, tensors, alignment, start, self._buffer)
 
     def _need(self, n_bytes: int, what: str) -> int:
-        """Return the current position and advance it by `n_bytes`."""
+        """Return the current position and advance it by ``n_bytes``."""
         pos = self._pos
         if n_bytes > self._size - pos:
             raise Damage(
@@ -208,7 +208,7 @@ class _Parser:
         return Array(kind, count, data, nothing, nothing)
 
     def _string_array(self, key: str, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return starts and lengths of `count` strings; each is a u64 length followed by that many bytes.
+        """Return starts and lengths of ``count`` strings; each is a u64 length followed by that many bytes.
 
         The start of a string is known only after the previous one has been read, and in Python this is slow for half a
         million strings. So candidates are found all at once, because a length below 65,536 ends in six zero bytes,
@@ -234,7 +234,7 @@ class _Parser:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """Return starts and lengths of up to `most` strings from here that certainly follow each other, or None."""
+        """Return starts and lengths of up to ``most`` strings from here that certainly follow each other, or None."""
         # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
         base = self._pos & ~3
         n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4

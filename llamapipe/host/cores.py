@@ -1,4 +1,4 @@
-"""How many cores this process may compute on, and how several processes share the cores.
+"""Counts the cores that this process may compute on, and divides cores among several processes.
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
 several times slower than with fewer (design/cpu.md). Memory on another NUMA node is slower, and two processes on the
@@ -78,7 +78,7 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def set_group_nice(pid: int, yields: bool) -> None:
-    """Make the session of a process leave the cores to others (``yields``), or undo that.
+    """Give the session of a process the lowest priority for cores (``yields``), or undo that.
 
     Linux with autogroups divides the cores among sessions, whatever priorities their threads have. Does nothing without
     autogroups, as in containers and services.
@@ -118,7 +118,8 @@ class CoreShare:
     """One process's share of the cores.
 
     ``cores``: the numbers of its cores; empty if the system cannot pin processes. ``n_threads``: how many threads may
-    compute at once, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its cores.
+    compute at the same time, fewer than ``cores`` if a quota of CPU time allows less. ``nodes``: the NUMA nodes of its
+    cores.
     """
 
     cores: tuple[int, ...]
@@ -213,7 +214,7 @@ def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
-    """Split a node's cores into ``n`` parts, of whole physical cores if there are at least ``n``."""
+    """Split a node's cores into ``n`` parts; if there are at least ``n`` physical cores, none is divided."""
     physical: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         topology = system / "cpu" / f"cpu{core}" / "topology"

@@ -1,4 +1,4 @@
-"""How busy the machine is, and how many threads each of this process's engines may compute with.
+"""Measures how busy the machine is, and divides the cores among this process's engines.
 
 Linux reports the run delay of threads, the idle time of cores and the throttling of groups. Each class opens its files
 once; a read takes a few microseconds for a thread and some tens for all cores.
@@ -62,7 +62,7 @@ class RunDelay:
 class IdleCores:
     """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError without that file.
 
-    The kernel counts in steps of 10 ms a core, so compare readings that are at least 100 ms apart. While this process
+    The kernel counts in steps of 10 ms per core, so compare readings that are at least 100 ms apart. While this process
     has its usual priority, the time of niced processes counts as idle, because the kernel would take it from them.
     """
 
@@ -97,7 +97,7 @@ class IdleCores:
 
 
 class Throttling:
-    """How often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
+    """Counts how often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
 
     A throttled thread counts as waiting for a core, although no other work has taken the core.
     """
@@ -132,7 +132,7 @@ class CpuLoad:
 
     ``run_and_delay_s``: ``RunDelay.read`` for the watched threads. ``idle_s``: see ``IdleCores.read``. ``n_throttled``:
     see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run. ``earlier``: the core
-    times of a recent moment, to compare with; None if none were noted.
+    times of a recent moment, to compare with; None if none were recorded.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ _marks: tuple[tuple[object, CoreTimes], ...] = ()
 
 
 def mark_cores() -> None:
-    """Note how long cores have been idle, for engines that soon begin to compute. Takes 0.1 ms; any thread.
+    """Record how long cores have been idle, for engines that will soon begin to compute. Takes 0.1 ms; any thread.
 
     An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
     """
@@ -224,7 +224,7 @@ def free_cores(seconds: float) -> float | None:
 
 
 class OtherWork:
-    """How many of this process's cores other processes have used, on average, since the last reading.
+    """Measures how many of this process's cores other processes have used, on average, since the last reading.
 
     Raises OSError if the system does not report it.
     """
@@ -321,7 +321,7 @@ class BudgetMember:
         self._budget = budget
 
     def enter(self) -> None:
-        """Note that the member computes from now on."""
+        """Record that the member computes from now on."""
         budget = self._budget
         with budget.lock:
             if not self.is_computing:
@@ -330,7 +330,7 @@ class BudgetMember:
                 budget.divide()
 
     def leave(self) -> None:
-        """Note that the member waits for work from now on, or is closed."""
+        """Record that the member waits for work from now on, or is closed."""
         budget = self._budget
         with budget.lock:
             if self.is_computing:

@@ -44,9 +44,8 @@ if sys.platform == "win32":
         if Path(path).is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         access = {os.O_RDONLY: 0x80000000, os.O_WRONLY: 0x40000000}.get(flags & 3, 0xC0000000)
-        how = (
-            1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
-        )  # CREATE_NEW, OPEN_ALWAYS, OPEN_EXISTING
+        # CREATE_NEW, OPEN_ALWAYS or OPEN_EXISTING.
+        how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
         # Unlike os.open it lets the file be renamed and deleted while it is open.
         handle = _kernel.CreateFileW(str(path), access, _SHARE_ALL, None, how, _NORMAL, None)
         if handle == _NOBODY:
@@ -75,12 +74,15 @@ if sys.platform == "win32":
         )
 
     def read_at(fd: int, n: int, offset: int) -> bytes:
-        """Read at most ``n`` bytes of an open file from ``offset`` on. One thread at a time."""
+        """Read at most ``n`` bytes of an open file from ``offset`` onward. One thread at a time."""
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, n)
 
     def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write to an open file from ``offset`` on, and return the number of bytes written. One thread at a time."""
+        """Write to an open file from ``offset`` onward, and return the number of bytes written.
+
+        One thread at a time.
+        """
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
 

@@ -1,4 +1,4 @@
-"""How much memory this process could ever have, and how much is free for it now.
+"""Reports how much memory this process could ever have, and how much is free for it now.
 
 Both are the lowest of the machine's own limit and the limits of the process's control groups. Only Linux reports them;
 elsewhere the functions return None.
@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> int | None:
-    """Return the most bytes of memory and swap that this process could ever have; None if unknown. Any thread."""
+    """Return the bytes of memory and swap that this process could have at most; None if unknown. Any thread."""
     try:
         values = _meminfo(_MEMINFO)
         limits = [values["MemTotal"] + values["SwapTotal"]]
@@ -51,7 +51,7 @@ def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) 
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the bytes of a process that are in memory; 0 if unknown. Any thread."""
+    """Return the resident set size of a process in bytes; 0 if unknown. Any thread."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):  # Windows has no sysconf
@@ -80,7 +80,7 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _inactive_file(stat: Path, first_version: bool) -> int:
-    """Return the bytes of cached file pages that the kernel drops first; 0 if the file does not report them."""
+    """Return the size in bytes of the cached file pages that the kernel drops first; 0 if not reported."""
     name = "total_inactive_file" if first_version else "inactive_file"
     try:
         return int(dict(line.split(" ", 1) for line in stat.read_text().splitlines())[name])

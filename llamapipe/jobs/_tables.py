@@ -37,7 +37,7 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count_parquet(path: Path) -> int:
-    """Count the rows of a file. Raises as ``read_parquet``."""
+    """Count the rows of a file. Raises as ``read_parquet`` does."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 

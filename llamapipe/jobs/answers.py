@@ -309,7 +309,7 @@ def check_template(template: str) -> list[str]:
     except ValueError as error:
         raise ValueError(f"the template is {quoted(template)}: {error}") from None
     for _, name, _, _ in parts:
-        # Only names: attributes and positions of a column's value are no columns.
+        # Only names: attributes and positions of a column's value are not columns.
         if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
     return [name for _, name, _, _ in parts if name is not None]

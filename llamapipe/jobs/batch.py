@@ -21,7 +21,10 @@ AHEAD = 4
 
 
 class BatchResult(TypedDict, total=False):
-    """The result of one record. It has ``error`` if that failed, else ``text`` (``texts`` if ``n`` is above 1)."""
+    """The result of one record.
+
+    It has ``error`` if the record failed, else ``text`` (``texts`` if ``n`` is above 1).
+    """
 
     index: int
     id: object

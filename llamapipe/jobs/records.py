@@ -197,7 +197,7 @@ def count_records(path: Path) -> int | None:
 
 
 def _json_records(path: Path) -> Iterator[Record]:
-    index = number = 0  # of records and of lines: blank lines are no records
+    index = number = 0  # of records and of lines: blank lines are not records
     with _opened(path) as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1

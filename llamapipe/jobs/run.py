@@ -50,7 +50,7 @@ class EventLoopThread:
                 future.set_result(await coroutine)
             except asyncio.CancelledError:
                 future.cancel()
-            except BaseException as e:  # SystemExit would end the loop, and the caller would wait for ever
+            except BaseException as e:  # SystemExit would end the loop, and the caller would wait forever
                 future.set_exception(e)
 
         asyncio.run_coroutine_threadsafe(run(), self._loop)
@@ -106,7 +106,7 @@ _OTHERS = "other reasons"
 
 
 class _Reasons(Counter[str]):
-    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that it passes."""
+    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that ``asdict`` passes."""
 
     def __init__(self, counts: Iterable[tuple[str, int]] | Mapping[str, int] = ()) -> None:
         super().__init__(dict(counts))

@@ -122,7 +122,7 @@ def placed_tensors(
             compiled = re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"tensor_placement has the pattern {quoted(pattern)}, which is no regular expression: {error}"
+                f"tensor_placement has the pattern {quoted(pattern)}, which is not a regular expression: {error}"
             ) from None
         matched = [name for name in names if compiled.search(name)]
         if not matched:
@@ -156,7 +156,7 @@ def n_cpu_expert_layers(info: GgufInfo, placed: Mapping[str, Device]) -> int:
 
 
 def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
-    """Return, by name, the devices for which llama.cpp has backends for the model."""
+    """Return, by name, the devices that llama.cpp opens for the model: CPUs, and those in ``wanted`` (None: all)."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}
     return {
         device.name: device

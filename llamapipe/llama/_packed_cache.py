@@ -87,7 +87,7 @@ class PackedFile:
 
     @property
     def is_found(self) -> bool:
-        """Whether there are weights to map: ``n_bytes`` of ``layout``, in ``fd`` from ``offset`` on."""
+        """Whether there are weights to map: ``n_bytes`` of ``layout``, in ``fd`` from ``offset`` onward."""
         return self.n_bytes > 0
 
     def write(self, native: Any, packing: Any) -> None:

@@ -30,7 +30,7 @@ from llamapipe.native.owner import Owner
 if TYPE_CHECKING:
     from llamapipe.llama.model import Model
 else:
-    Model = Any  # it imports this module; annotations resolve all the same
+    Model = Any  # model.py imports this module; annotations still resolve
 
 MOST_SCALE = 1000.0
 _MOST_NAME = 256
@@ -48,7 +48,7 @@ class Weights(NotCopyable):
         self.matrices = info.matrices
 
     def forget(self) -> None:
-        """Forget the weights, because the model, and the adapter with it, is being freed."""
+        """Forget the weights, because they are being freed with the model."""
         self.handle = None
 
     def __del__(self) -> None:
@@ -113,10 +113,10 @@ class Adapter(Named):
     ``name``: the name that requests use. ``path``: its file. ``rank``: the largest rank of its pairs of matrices,
     ``n_pairs`` their number. ``alpha``: the products are scaled by ``alpha / rank``; 0: they are not scaled.
     ``size_bytes``: the file's size. ``invocation_tokens``: an activated LoRA applies from the last occurrence of these
-    tokens in a prompt on; empty for other LoRAs.
+    tokens in the prompt onward; empty for other LoRAs.
 
-    Any thread. ``close`` removes the adapter's name from the model at once; the memory is freed when the requests that
-    use it have ended. The adapter is closed with its model.
+    Any thread. ``close`` removes the adapter's name from the model immediately; the memory is freed when the requests
+    that use it have ended. The adapter is closed with its model.
     """
 
     def __init__(self, model: Model, info: AdapterInfo, name: str, weights: Weights) -> None:
@@ -138,7 +138,7 @@ class ControlVector(Named):
     ``path``: its file. ``layers``: the first and the last layer with a direction, counted from 1. ``size_bytes``: the
     file's size.
 
-    Any thread. ``close`` removes its name from the model at once. It is closed with its model.
+    Any thread. ``close`` removes its name from the model immediately. It is closed with its model.
     """
 
     def __init__(self, model: Model, info: ControlInfo, name: str, directions: Directions) -> None:
@@ -160,16 +160,16 @@ class AdapterKey(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """A digest of 16 bytes."""
+        """A 16-byte digest of the entries."""
         return blake2b(repr(self.entries).encode(), digest_size=16).digest()
 
 
 class AdapterSet:
     """The adapters and scales that a request asks for. Sets with equal files and scales are equal. Immutable.
 
-    ``invocation``: all of the set's adapters apply from these tokens on, and only those in ``before`` apply earlier;
-    empty: all always apply. ``widest``: see ``carries``; None: the set cannot be assigned to single rows. Hashes are
-    the same in every process, because the numbers of files with cached sequences are made from them.
+    ``invocation``: all of the set's adapters apply from these tokens onward, and only those in ``before`` apply
+    earlier; empty: all always apply. ``widest``: see ``carries``; None: the set cannot be assigned to single rows.
+    Hashes are the same in every process, because keys in cache files are computed from them.
     """
 
     __slots__ = ("_hash", "before", "entries", "invocation", "key", "widest")
@@ -196,8 +196,9 @@ class AdapterSet:
 def carries(carrier: Hashable, adapters: Hashable) -> bool:
     """Return whether a step with this carrier can contain rows with these adapters.
 
-    The carrier must have a ``widest`` LoRA, which changes all matrices that the set's others change. ``adapters`` must
-    be None, or have a ``widest`` LoRA whose matrices the carrier's changes, too.
+    A carrier is the set that is loaded for a step; each row uses it, another set or no adapter. The carrier must have a
+    ``widest`` LoRA: one that changes every matrix that its other LoRAs change. ``adapters`` must be None or have a
+    ``widest`` LoRA that changes only matrices that the carrier's changes.
     """
     mine = carrier.widest if isinstance(carrier, AdapterSet) else None
     if mine is None or adapters is None or adapters is carrier:
@@ -207,7 +208,7 @@ def carries(carrier: Hashable, adapters: Hashable) -> bool:
 
 
 def _widest(parts: Sequence[Part]) -> Weights | None:
-    """Return the LoRA that changes all matrices that the others change; None if there is none."""
+    """Return the LoRA that changes every matrix that the others change; None if no LoRA does."""
     loras = [part for part in parts if isinstance(part, Weights) and part.matrices]
     if len(loras) < len(parts):
         return None
@@ -216,7 +217,7 @@ def _widest(parts: Sequence[Part]) -> Weights | None:
 
 
 class SetArguments:
-    """A set's arguments for a native call; their memory must live as long as the call."""
+    """A set's arguments for a native call. They own the memory that the call reads, so keep them until it returns."""
 
     def __init__(self, module: Any, adapters: AdapterSet | None, carries: bool = False) -> None:
         ffi = module.ffi
@@ -249,7 +250,7 @@ class ModelAdapters:
     """The adapters that a model has loaded, by name. Any thread; the model's lock guards changes."""
 
     def __init__(self, model: Model) -> None:
-        self._owner = weakref.ref(model)  # a cycle would delay the warning of a model that nobody closed
+        self._owner = weakref.ref(model)  # a cycle would delay the warning about a model that nobody closed
         self._by_name: dict[str, AnyAdapter] = {}
         self._parts: list[weakref.ref[Part]] = []  # closed adapters may still be in use
 
@@ -259,11 +260,11 @@ class ModelAdapters:
     @property
     def _model(self) -> Model:
         model = self._owner()
-        assert model is not None  # who calls has it
+        assert model is not None  # the caller holds the model
         return model
 
     def loaded(self) -> list[AnyAdapter]:
-        """Return the adapters that are not closed, in the order in which they were loaded."""
+        """Return the adapters that are not closed, in the order of loading."""
         return list(self._by_name.values())
 
     def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
@@ -306,8 +307,8 @@ class ModelAdapters:
         values[window[1] :] = 0
         if not values.any():
             raise ModelLoadError(
-                f"{file}: it has directions for the layers {info.layers[0]} to {info.layers[1]}, and none that is not "
-                f"zero for those from {window[0]} to {window[1]}: it would change nothing"
+                f"{file}: it has directions for layers {info.layers[0]} to {info.layers[1]}; for layers "
+                f"{window[0]} to {window[1]} all are zero, so it would change nothing: choose other layers"
             )
         digest = blake2b(values.tobytes(), digest_size=16).digest()
         vector = ControlVector(model, info, name, Directions(values, (first, last), digest))
@@ -330,7 +331,7 @@ class ModelAdapters:
         """Return ``name`` if no adapter has it. Raises ValueError."""
         if check_adapter_name(name) in self._by_name:
             raise ValueError(
-                f"the model has an adapter {name!r} already; give another name, or close that one"
+                f"the model already has an adapter {name!r}; give another name, or close that adapter"
             )
         return name
 
@@ -347,7 +348,7 @@ class ModelAdapters:
             del self._by_name[adapter.name]
 
     def close(self) -> None:
-        """Forget the adapters, because the model, and they with it, will be freed."""
+        """Forget the adapters, because they will be freed with the model."""
         self._by_name.clear()
         for known in self._parts:
             part = known()
@@ -363,7 +364,7 @@ class ModelAdapters:
             if not isinstance(adapter, Named):
                 check_adapter_name(adapter)
             result.append(self._find(adapter, ()))
-            part_of(result[-1])  # refuses a closed one
+            part_of(result[-1])  # raises if it is closed
         return result
 
     def choose(self, choice: AdapterChoice | None, allowed: Sequence[AnyAdapter] = ()) -> AdapterSet | None:
@@ -381,7 +382,7 @@ class ModelAdapters:
             raise InvalidRequestError("adapter names one adapter twice")
         if sum(bool(part.invocation) for part, _ in entries) > 1:
             raise InvalidRequestError(
-                "adapter names several activated LoRAs, and one computes at a time; name one of them"
+                "adapter names several activated LoRAs, and only one can apply at a time; name one of them"
             )
         return AdapterSet(entries) if entries else None
 
@@ -408,7 +409,7 @@ def float_of(scale: float) -> float:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file``."""
+    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file`` does."""
     if not isinstance(path, str) or not path.startswith("hf:"):
         return path_of(path)
     from llamapipe.hub import model_file, parse
@@ -417,7 +418,7 @@ def local_file(path: str | os.PathLike[str]) -> Path:
 
 
 def check_adapter_name(name: object) -> str:
-    """Return a name for an adapter. Raises TypeError, ValueError."""
+    """Return the name of an adapter if it is valid. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"the name of an adapter must be a str, not {type(name).__name__}")
     if not 0 < len(name) <= _MOST_NAME:

@@ -39,7 +39,7 @@ _INT32_MAX = 2**31 - 1
 _COARSE_KEYS = ("q4_0", "q4_1", "iq4_nl")
 _warned: set[str] = set()  # types of keys, once each
 # How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
-# between two steps and short enough not to be in the way of others.
+# between two steps and short enough not to delay others.
 _POLL = 2
 
 
@@ -67,9 +67,9 @@ class Context(Owner):
 
     - ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
       number needs ``kv_unified``).
-    - ``n_batch``, ``n_ubatch``: most tokens in a decode, and in the physical chunks it is cut into (the batches of
+    - ``n_batch``, ``n_ubatch``: maximum tokens in a decode, and in the physical chunks it is cut into (the batches of
       models that are not causal are not cut).
-    - ``n_outputs_max``: most output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
+    - ``n_outputs_max``: maximum output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
       ``n_more_outputs`` is added to it. The sum bounds memory.
     - ``type_k``, ``type_v``: number formats of the cache. ``flash_attn``: ``"auto"`` (off on software devices),
       ``"on"`` or ``"off"``.
@@ -78,20 +78,20 @@ class Context(Owner):
       several tokens (default: ``n_threads``).
     - ``n_states``: recurrent states of a sequence to keep in addition to the last one, so that the last tokens of a
       decode can be removed. The attribute is the number kept: at most ``n_ubatch`` - 2, and 0 if the model cannot keep
-      any. ``needs_states``: a sequence can only be continued where its recurrent state or the cells of its last window
-      are.
+      any. ``needs_states``: a sequence can only be continued at a place whose recurrent state, or last window of cells,
+      is kept.
     - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None
       without such layers.
     - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
       MTP layers of that context's model, or a file of ``DRAFT_KINDS`` that belongs to it, and only ``draft`` may be
       called; with a DFlash file, only ``inject`` and ``decode_blocks``. A Gemma 4 assistant reads that context's cells:
       create it before the first decode, with the same sizes, types and flags, and never clear it.
-    - ``is_causal``: False: tokens see those after them in a decode; ``n_ubatch`` must then be ``n_batch``.
+    - ``is_causal``: if False, tokens also attend to later ones of the decode; ``n_ubatch`` must then be ``n_batch``.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
-      ``logits`` has nothing then. ``has_ring`` is False if there can be no ring.
+      ``logits`` cannot read them then. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
       ``graph_problem`` why not.
-    - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also compute products of
+    - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also multiply matrices of
       floats. ``rope``: how positions are scaled. ``moe_cache_size``: bytes of GPU memory for experts that are kept on
       the CPU.
 
@@ -421,7 +421,7 @@ class Context(Owner):
         return begin, int(end[0])
 
     def states(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """Copy a sequence's kept states: float32 ``(n, width)``, from the first kept position on."""
+        """Copy a sequence's kept states: float32 ``(n, width)``, from the first kept position onward."""
         ffi, lib = self._native.ffi, self._native.lib
         begin, end = self.kept_states(seq_id)
         out = np.empty((end - begin, lib.lp_context_state_width(self.handle)), dtype=np.float32)
@@ -543,10 +543,10 @@ class Context(Owner):
         return self._keys_rotate() and bool(lib.llama_memory_can_shift(lib.llama_get_memory(self.llama)))
 
     def _keys_rotate(self) -> bool:
-        """Return whether llama.cpp can rotate the keys in cells. If it cannot, it ends the process or the step fails.
+        """Return whether llama.cpp can rotate the keys in cells. Where it cannot, a shift fails or ends the process.
 
-        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. Some layer must have rotary
-        positions at all: Granite models may have none.
+        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. At least some layers must
+        have rotary positions: in Granite models, perhaps none has.
         """
         sizes = self.model.metadata
         arch = sizes.get("general.architecture", "")
@@ -561,7 +561,7 @@ class Context(Owner):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp reused its last compute graph."""
+        """The number of times that llama.cpp has reused its last compute graph."""
         return int(self._native.lib.llama_perf_context(self.llama).n_reused)
 
     def set_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
@@ -677,11 +677,11 @@ class Context(Owner):
         return handle
 
     def release_thread(self) -> None:
-        """Let another thread take the context over."""
+        """Let another thread take over the context."""
         self._owner = None
 
     def close(self) -> None:
-        """Free the native memory at once; a second call does nothing. Not while a decode runs."""
+        """Free the native memory immediately; a second call does nothing. Not while a decode runs."""
         if self._handle is None or self._pid != os.getpid():
             return
         handle, self._handle = self._handle, None

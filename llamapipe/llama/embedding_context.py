@@ -32,8 +32,8 @@ _POLL = 2  # as in Context
 class EmbeddingContext(NotCopyable):
     """Compute buffers over a model. One thread at a time; close it before its model.
 
-    ``n_ctx``: most tokens of a text. ``n_seq_max``: most texts of a batch. ``n_batch``: most tokens of a batch.
-    ``width``: numbers in a row of ``compute``. Raises as ``Embedder`` does.
+    ``n_ctx``: maximum tokens of a text. ``n_seq_max``: maximum texts in a batch. ``n_batch``: maximum tokens in a
+    batch. ``width``: the number of values in a row of ``compute``. Raises as ``Embedder`` does.
     """
 
     def __init__(

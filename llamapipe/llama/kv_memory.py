@@ -1,8 +1,8 @@
-"""How many bytes the KV cells of a context need, and whether this machine can hold them.
+"""Computes the size of a context's KV cells, and refuses contexts that this machine cannot hold.
 
 llama.cpp fills the cells with zeros when it creates them. Where the system grants memory that it does not have (Linux
 with overcommit, a container with a limit), it then kills the process instead of reporting an error. So a context that
-can never fit is refused here, before anything is allocated.
+can never fit is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _CELL_BYTES = 40  # llama.cpp's record of a cell: its position, its shift and it
 _GIB = 2**30
 
 
-# Layers that see a window, where a file does not list them: all but the last of each group, or but the first.
+# Which layers have a sliding window where files do not list them: all but the last of each group of this size, or all
+# but the first (``_WINDOWS_LAST``).
 _WINDOWS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "cohere2": 4, "exaone-moe": 4, "llama4": 4,
             "olmo2": 4, "afmoe": 4, "plamo3": 8, "mellum": 4, "muse-glimmer": 4}  # fmt: skip
 _WINDOWS_LAST = {"cohere2moe": 4, "laguna": 4, "smallthinker": 4}
@@ -42,15 +43,15 @@ _UNKNOWN = frozenset(
      "hrm-text", "nanbeige", "exaone4"}
 )  # fmt: skip
 _STATE_BYTES = 4  # of a value of a recurrent state: always float32
-_DRAFT_STATE_BYTES = 16 * 2**20  # of hidden states that are kept of a sequence for drafts
+_DRAFT_STATE_BYTES = 16 * 2**20  # of the hidden states that are kept of a sequence for drafting
 _LEAST_STATES = 256
-_ASSISTANT_STATES = 32  # more than a step has guessed tokens; an assistant reads the last one
+_ASSISTANT_STATES = 32  # more than the draft tokens of a step; an assistant reads the last state
 _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
 
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """The bytes that llama.cpp allocates for a model's sequences, assuming flash attention for keys and values.
+    """The sizes in bytes of what llama.cpp allocates for a model's sequences, assuming flash attention.
 
     ``full``: a cell in the layers that see all tokens. ``window``: a cell in the layers that see the last
     ``n_window`` tokens; 0 without such layers. ``state``: the recurrent state of one sequence, in all layers.
@@ -62,9 +63,9 @@ class MemorySizes:
     state: int
 
     def n_window_cells(self, n_cells: int, n_seq_max: int, n_ubatch: int, unified: bool) -> int:
-        """Return how many cells window layers have for all sequences together with ``swa_full=False``.
+        """Return how many cells window layers have, over all sequences, with ``swa_full=False``.
 
-        ``n_cells``: the number of cells of other layers.
+        ``n_cells``: the number of cells of the other layers.
         """
         n_streams = 1 if unified else n_seq_max
         n_most = self.n_window * (n_seq_max if unified else 1) + n_ubatch
@@ -80,7 +81,7 @@ class MemorySizes:
         unified: bool = False,
         n_rs_seq: int = 0,
     ) -> int:
-        """Return the bytes of a context with ``n_cells`` cells for all sequences together.
+        """Return the size in bytes of a context with ``n_cells`` cells, over all sequences.
 
         ``swa_full``: window layers keep all cells. ``n_rs_seq``: earlier states kept for each sequence.
         """
@@ -91,7 +92,7 @@ class MemorySizes:
 def memory_sizes(
     metadata: Mapping[str, Any], n_layer: int, n_embd: int, type_k: str, type_v: str
 ) -> MemorySizes | None:
-    """Return the parts of a context's memory, from a file's metadata. Any thread.
+    """Return the sizes of the parts of a context, from a file's metadata. Any thread.
 
     ``metadata``: values by key; numbers may be text, arrays are sequences (see ``GgufInfo.metadata``). ``type_k`` and
     ``type_v`` are names in ``TYPE_BYTES``. Returns None for architectures with other kinds of caches, and if an array
@@ -109,7 +110,7 @@ def memory_sizes(
 
 
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
-    """Return the bytes of a KV cell of the first layer that predicts the token after the next (MTP).
+    """Return the size in bytes of a KV cell of the first MTP layer, which predicts the token after the next.
 
     See ``memory_sizes`` for ``metadata``. Cells of these layers are 16-bit floats. Returns 0 if the size is not known,
     and for an assistant, which has none. Any thread.
@@ -124,9 +125,9 @@ def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> 
 
 
 def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int, arch: str = "") -> int:
-    """Return the most bytes of hidden states that a context keeps for a layer that drafts.
+    """Return the maximum size in bytes of the hidden states that a context keeps for drafting.
 
-    ``width``: how many numbers a state has. ``arch``: the architecture of a draft file.
+    ``width``: the number of values in a state. ``arch``: the architecture of a draft file.
     """
     return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width, arch)
 
@@ -143,7 +144,7 @@ class _Sizes:
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, n_layer: int, n_embd: int) -> None:
         self._metadata, self._arch, self._n_all, self._n_embd = metadata, arch, n_layer, n_embd
-        self._n_own = n_layer - self._one("nextn_predict_layers")  # others are for drafts
+        self._n_own = n_layer - self._one("nextn_predict_layers")  # the others are for drafting
 
     def _one(self, key: str, default: int = 0) -> int:
         value = self._metadata.get(f"{self._arch}.{key}", default)
@@ -175,7 +176,7 @@ class _Sizes:
         return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
 
     def of_draft_layer(self) -> int:
-        """Return the bytes of a cell of the first draft layer."""
+        """Return the size in bytes of a cell of the first draft layer."""
         i = self._n_own
         if i == self._n_all:
             return 0
@@ -253,24 +254,24 @@ class _Sizes:
 
 
 def stores_values(metadata: Mapping[str, Any]) -> bool:
-    """Return whether cells have values; latent attention (MLA) has none. ``metadata``: see ``memory_sizes``."""
+    """Return whether cells store values; latent attention (MLA) stores none. ``metadata``: see ``memory_sizes``."""
     key = f"{metadata.get('general.architecture', '')}.attention."
     return not all(int(metadata.get(f"{key}{name}_length_mla", 0)) for name in ("key", "value"))
 
 
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
-    """Return the parts of a context's memory for a model, whatever devices its layers are placed on. Any thread.
+    """Return the sizes of the parts of a context for a model, on whatever devices its layers are. Any thread.
 
     Returns None if a size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
     """
-    # Values that the caller gave in place of the file's are in the texts that llama.cpp has.
+    # The caller's overrides of metadata are in ``model.metadata``, which llama.cpp returns as text.
     metadata = {**model.file_metadata, **model.metadata}
     n_layer = model.n_layer + model.n_mtp_layers  # as the file counts them
     return memory_sizes(metadata, n_layer, model.n_embd, type_k, type_v)
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
-    """Return the bytes of the keys and values of ``n_cells`` KV cells in all layers, whatever devices they are on.
+    """Return the size in bytes of ``n_cells`` KV cells in all layers, on whatever devices they are.
 
     ``type_k`` and ``type_v`` are names in ``TYPE_BYTES``. Returns None if the metadata does not give the size, and for
     models with a recurrent state; see ``model_sizes``. Any thread.
@@ -284,7 +285,7 @@ def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None
 
 
 def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_max: int = 1) -> None:
-    """Raise BackendError when ``n_cells`` KV cells can never fit in this machine's memory, with ``n_seq_max`` states.
+    """Raise BackendError if ``n_cells`` KV cells and ``n_seq_max`` states can never fit in this machine's memory.
 
     Keys, values and states count only where no GPU may hold them; the records of cells are always in host memory.
     """

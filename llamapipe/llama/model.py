@@ -106,9 +106,10 @@ class Model(Owner):
     - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, or a tile's if the projector
       tiles; for projectors that keep an image's proportions. None: the file's limits. Projectors with one size for all
       images refuse these options if ``mmproj`` names a file, and otherwise log a warning.
-    - ``n_cpu_moe``: keep the experts of this many layers, from the first on, on the CPU, even if the rest of the model
-      is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for their
-      names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an error.
+    - ``n_cpu_moe``: keep the experts of this many layers, from the first onward, on the CPU, even if the rest of the
+      model is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for
+      their names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an
+      error.
     - ``kv_overrides``: values that replace those in the file's metadata, by key; types must be the file's.
     - ``load_mtp``: also load the layers that predict the token after the next (MTP), if the file has some, for
       ``Engine(draft="mtp")``. An engine that loads the model does so itself.
@@ -132,7 +133,7 @@ class Model(Owner):
       ``packed_file``: the file there that the weights are mapped from, or None.
     - ``supports_images``, ``supports_audio``: whether messages may have images or audio, which needs a projector.
 
-    Any thread may use a model. Close it, or use ``with``, after every context and engine created from it.
+    Any thread may use a model. Close it after every context and engine created from it, or use ``with``.
 
     Raises ModelLoadError for a missing, damaged or unsupported file, TypeError and ValueError for wrong arguments
     (``docs/reference/options.md`` has the ranges), BackendError for an unknown device and for a worker that cannot be
@@ -464,7 +465,9 @@ class Model(Owner):
         progress: bool = True,
         **options: Any,
     ) -> Model:
-        """Load a model of the Hugging Face Hub (extra ``hub``), which is downloaded once and then found in its cache.
+        """Load a model from the Hugging Face Hub (extra ``hub``).
+
+        It is downloaded once and then found in the Hub's cache.
 
         - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"`` that matches
           exactly one model; None if the repository has only one. A model that is split into several files counts as
@@ -572,9 +575,9 @@ class Model(Owner):
 
         ``extra``: other files, ``(filename, text)``, the most important last. ``filename``: the name of the gap's file.
         ``order``: ``"psm"`` writes the prefix first, ``"spm"`` the suffix; most models were trained with the first.
-        ``n_max``: the most tokens of the prompt; the beginning of the prefix, the end of the suffix and whole other
-        files are left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin alike. Names of
-        control tokens in the texts stay text.
+        ``n_max``: the maximum number of tokens. To stay within it, the beginning of the prefix, the end of the suffix
+        and whole other files are left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin
+        alike. Names of control tokens in the texts stay text.
 
         Any thread. Raises InvalidRequestError for a model without tokens for this and for an ``n_max`` that is too
         small; TypeError, ValueError.
@@ -709,7 +712,10 @@ class Model(Owner):
         return self._handle is None
 
     def adopt(self, child: object, name: str | None = None) -> None:
-        """Register an object that uses the native model: ``close`` is refused while it lives, and shows ``name``."""
+        """Register an object that uses the native model.
+
+        While it lives, ``close`` raises an error that shows ``name``.
+        """
         with self._lock:
             self.handle  # noqa: B018
             if self.on_workers and self._children.keys() - {id(child)}:
@@ -725,7 +731,7 @@ class Model(Owner):
             self._children.pop(id(child), None)
 
     def close(self) -> None:
-        """Free the native memory at once; a second call does nothing.
+        """Free the native memory immediately; a second call does nothing.
 
         Raises EngineClosedError while contexts or engines created from it are open.
         """

@@ -151,7 +151,7 @@ class NativePipeline(NotCopyable):
 
     @property
     def n_reused(self) -> int:
-        """How often llama.cpp reused its last compute graph; after closing, the last count."""
+        """The number of times that llama.cpp has reused its last compute graph; after closing, the last count."""
         try:
             # Otherwise it is being closed just now.
             if self._closing.acquire(blocking=False) and not self.context.closed:
@@ -247,7 +247,7 @@ class SavedCells(NotCopyable):
         return again
 
     def load_state(self, context: Context, seq_id: int, n: int) -> bool:
-        """Rewind a sequence to its first ``n`` positions, where this state was copied. If False, it is now empty.
+        """Rewind a sequence to its first ``n`` positions, where this state was copied. Return False if it is empty now.
 
         Raises DecodeError.
         """
@@ -308,7 +308,7 @@ def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePip
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:
         depth = 1 if on_host else 2
-    # A recurrent memory may refuse to forget a part: who asks has to learn of it at once.
+    # A recurrent memory may refuse to forget a part: the caller must learn of it immediately.
     threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
     n_slots = context.n_ring_slots if context.has_ring else depth + 1
     return NativePipeline(context, ring, depth, n_slots, threaded=threaded)

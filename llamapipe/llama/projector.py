@@ -6,8 +6,8 @@ A model's second file (``mmproj``) holds an encoder and a projector. They turn a
 tokens in a prompt, with tokens of the text model between them. This takes two steps: preparing (``Projector.media``)
 resizes and cuts the image, on the caller's thread; encoding, the costly step, runs on the engine's encoder thread.
 
-The cache is keyed by content and drops the least recently used entries. An image that comes again, in any prompt, is
-not prepared or encoded again.
+The cache is keyed by content and drops the least recently used entries. An image that recurs, in any prompt, is not
+prepared or encoded again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _LEAST_PIXELS = 2**22  # bytes of a tile that is not encoded yet
 class MediaChunk:
     """Consecutive prompt rows of an image or a sound.
 
-    ``n``: the number of rows. ``is_causal``: each row attends to earlier rows only, otherwise to all. ``ids``: negative
-    numbers that stand for the rows in lists of tokens and depend on the content. ``rows``: (n, n_embd), float32; None
-    until they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, if all rows share one
-    position and the chunk takes ``n_positions``; else None.
+    ``n``: the number of rows. ``is_causal``: each row attends to earlier rows only; if False, to all rows. ``ids``:
+    negative numbers that stand for the rows in lists of tokens and depend only on the content. ``rows``: (n, n_embd),
+    float32; None until they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, if all rows
+    share one position and the chunk takes ``n_positions``; else None.
     """
 
     __slots__ = ("_chunks", "_index", "grid", "ids", "is_causal", "lock", "n", "n_positions", "rows")
@@ -65,7 +65,7 @@ class MediaChunk:
         self.grid = grid
         self.n_positions = n_positions or n
         numbers = np.frombuffer(shake_256(digest + index.to_bytes(4, "little")).digest(8 * n), "<i8")
-        # 62 bits of each count: who makes an image with the numbers of another has found a collision.
+        # 62 bits of each count: an image with the numbers of another would be a hash collision.
         self.ids: list[int] = (-1 - (numbers & (2**62 - 1))).tolist()
         self.rows: npt.NDArray[np.float32] | None = None
         self.lock = Lock()
@@ -95,7 +95,7 @@ class Projector:
     """An encoder for one model, and its cache. Any thread; images are prepared in turn, and encoded one at a time.
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
-    ``hears``: whether it takes images, and sounds. ``image_tokens``: the file's limits of an image's tokens, if they
+    ``hears``: whether it takes images, and sounds. ``image_tokens``: the file's limits on an image's tokens, if they
     can be changed. ``limits``: the limits that were set; None for the file's.
     """
 
@@ -121,7 +121,7 @@ class Projector:
         self._lock = Lock()  # of the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
         self._opening = Lock()
-        # A sound takes libmtmd 13 ms a second, in one call: images do not wait for it.
+        # libmtmd prepares a sound in one call, in 13 ms per second of sound; images do not wait for it.
         self._turns = {"image": Turns(), "sound": Turns()}
         self._n_vocab = model.n_vocab
         self._n_embd: int = native.lib.llama_model_n_embd_inp(handle)
@@ -176,18 +176,21 @@ class Projector:
     def media(
         self, source: Given, owner: bytes = b"", share: Hashable = None, max_sound_s: float | None = None
     ) -> Media:
-        """Prepare an image or a sound for a prompt, without encoding it. Only calls with the same ``owner`` share it.
+        """Prepare an image or a sound for a prompt, without encoding it.
 
-        ``share``: calls with different shares are prepared in turn (``Turns``). ``max_sound_s``: the longest sound;
-        None: any length that can be decoded.
+        Only calls with the same ``owner`` share the result.
+
+        ``share``: the client that calls; clients take turns (``Turns``). ``max_sound_s``: the longest sound; None: any
+        length that can be decoded.
 
         Raises InvalidRequestError for media that cannot be decoded or whose kind the model does not take; TypeError,
-        ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; and as ``check_wanted``.
+        ImportError; ModelLoadError if the encoder cannot be loaded; EngineClosedError; and what ``check_wanted``
+        raises.
         """
         if not (self.sees if source.kind == "image" else self.hears):
             what = "images" if source.kind == "image" else "sounds"
             raise InvalidRequestError(f"{source.place}: {self.path.name} takes no {what}")
-        # With the limits: the same image is other rows, and nobody who compares numbers may take them for these.
+        # The digest includes the limits: with others, the same image has other rows, which must not get equal ids.
         digest = sha256(source.digest() + repr(self.limits).encode() + owner).digest()
         if (hit := self._found(digest)) is not None:
             return hit
@@ -209,7 +212,7 @@ class Projector:
             return media
 
     def _bytes_of(self, media: Media) -> int:
-        """Return the bytes of the rows, or of the pixels they will be made from: at least 32 × 32 for each row."""
+        """Return the size in bytes of the rows, or of the pixels they will be made from: at least 32 × 32 per row."""
         n_bytes = 0
         for part in media.parts:
             if isinstance(part, MediaChunk):
@@ -306,7 +309,7 @@ class Projector:
 def in_prompt(
     tokens: Sequence[int], media: Sequence[Media]
 ) -> tuple[list[int], list[tuple[int, MediaChunk]]]:
-    """Replace each token ``-1 - i`` by the tokens of ``media[i]``; return the tokens and where each chunk begins."""
+    """Replace each token ``-1 - i`` with the tokens of ``media[i]``; return the tokens and where each chunk begins."""
     ids: list[int] = []
     chunks: list[tuple[int, MediaChunk]] = []
     for token in tokens:

@@ -1,4 +1,4 @@
-"""How a context scales the positions of rotary embeddings, if not as the model's file says.
+"""Overrides the scaling of rotary positions that a model's file sets.
 
 A model that was trained with contexts of N tokens can read longer ones if positions are scaled into the range it knows.
 ``"linear"`` divides all positions. ``"yarn"`` (arXiv 2309.00071) divides them for slow rotations only and sharpens
@@ -56,8 +56,8 @@ class Rope:
         scaling, scale = self._scaling(model), self._scale(model)
         if self.rope_scaling in ("linear", "yarn") and scale == 1:
             raise ValueError(
-                f"rope_scaling is {scaling!r}, and neither rope_freq_scale nor the file says by how much: "
-                "rope_freq_scale=0.25 is for four times the context"
+                f"rope_scaling is {scaling!r}, and neither rope_freq_scale nor the file sets a factor: give "
+                "rope_freq_scale, such as 0.25 for four times the context"
             )
         if scaling == "none" and self.rope_freq_scale not in (None, 1):
             raise ValueError(
@@ -71,7 +71,7 @@ class Rope:
         if self.most_tokens(model) > _MOST_TOKENS:
             raise ValueError(
                 f"rope_freq_scale is {scale:g}, which is for contexts of {self.most_tokens(model):.3g} tokens; "
-                f"the most is {_MOST_TOKENS}"
+                f"the limit is {_MOST_TOKENS}: give a larger rope_freq_scale"
             )
 
     def most_tokens(self, model: Model) -> float:

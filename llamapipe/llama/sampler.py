@@ -338,7 +338,7 @@ def _no_token(code: int) -> DecodeError:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return the exception that fails the request, so that other requests' callers do not get an exit."""
+    """Return the exception that fails the request: a SystemExit must not reach the callers of other requests."""
     if isinstance(error, Exception):
         return error
     failure = DecodeError(f"what chooses this request's tokens raised {error!r}")

@@ -307,7 +307,7 @@ class Vocab(NotCopyable):
         return chunk[token % _CHUNK]
 
     def written_piece(self, token: SupportsIndex) -> bytes:
-        """Return the bytes of a token; a control token's are its name, such as ``<|im_end|>``."""
+        """Return the bytes of a token; for a control token, the bytes of its name, such as ``<|im_end|>``."""
         piece = self.piece(token)
         if piece:
             return piece

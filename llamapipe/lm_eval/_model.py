@@ -41,7 +41,7 @@ class Options:
     - ``n_ctx`` (or ``max_length``), ``n_seq_max``, ``n_cells``, ``n_threads``, ``n_threads_batch``, ``n_batch``,
       ``n_ubatch``, ``kv_unified``, ``type_k``, ``type_v``, ``flash_attn``: as for ``Engine`` and
       ``EngineTuning``; ``n_gpu_layers``: as for ``Model``.
-    - ``max_gen_toks``: most generated tokens if a task sets no limit (default: 256, at most half of ``n_ctx``).
+    - ``max_gen_toks``: maximum generated tokens if a task sets no limit (default: 256, at most half of ``n_ctx``).
     - ``add_bos_token``: whether texts begin with BOS (default: as the vocabulary says). ``prefix_token_id``: the token
       before a text that is scored from its beginning (default: BOS, else EOS).
     - ``lora``: the GGUF file of an adapter, which all requests use.

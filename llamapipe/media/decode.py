@@ -1,9 +1,9 @@
 """Decodes images and sounds: converts paths, bytes, Pillow images and arrays to pixels and samples.
 
-Open this file to change a limit or a format. Nothing here is native code. A hostile file meets only Pillow, whose
-decoders are limited to common formats, to the number of pixels that the head of the file announces, and to the parts
-that ``_containers.py`` passes on. Sounds are WAV files: decoding MP3, Ogg or M4A would need a large C library, although
-a client converts them with one command.
+Open this file to change a limit or a format. Nothing here is native code. A hostile image reaches only Pillow, and of
+Pillow only the decoders of common formats. They get no image whose header announces too many pixels, and only the parts
+that ``_containers.py`` passes on. Sounds must be WAV files: decoding MP3, Ogg or M4A would need a large C library, and
+a client can convert them with one command.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOST_SECONDS = 30 * 60  # of a sound
 _LONGEST_RATIO = 200  # of an image's sides
 _MOST_CHUNKS = 1000  # of a WAV file
 _BLOCK = 2**18  # samples that are computed together
-_FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files, beside 1, PCM
-# By format and bits. Those of 24 bits are read as bytes.
+_FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files; PCM is 1
+# Numpy types by format and bits. 24-bit samples are read as bytes.
 _SAMPLES = {
     (1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (_FLOATS, 32): "<f4", (_FLOATS, 64): "<f8",
 }  # fmt: skip
@@ -55,7 +55,7 @@ Kind = Literal["image", "sound"]
 class Given(NamedTuple):
     """An image or a sound as a caller gave it. ``value``: bytes, a path, a Pillow image or an array.
 
-    ``place``: its place, for error messages. ``rate``: the sampling rate of a sound in an array, in Hz.
+    ``place``: where it is in the request, for error messages. ``rate``: the sampling rate in Hz of a sound in an array.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Given(NamedTuple):
     rate: int | None = None
 
     def digest(self) -> bytes:
-        """Return a 32-byte hash of the content. Reads a file. Raises as ``pixels`` does."""
+        """Return a 32-byte hash of the content; reads the file of a path. Raises InvalidRequestError, TypeError."""
         head = f"{self.kind} {self.rate} ".encode()
         content = self.content()
         if isinstance(content, bytes):
@@ -81,7 +81,7 @@ class Given(NamedTuple):
             if len(value) > MOST_BYTES:
                 raise self._too_large(len(value))
             return bytes(value)
-        if hasattr(value, "convert") and hasattr(value, "size"):  # Pillow's, which need not be imported
+        if hasattr(value, "convert") and hasattr(value, "size"):  # a Pillow image
             _check_size(self.place, *value.size)
             return np.asarray(value.convert("RGB"))
         if isinstance(value, np.ndarray):
@@ -118,7 +118,7 @@ class Given(NamedTuple):
         return np.ascontiguousarray(image)
 
     def samples(self, rate: int, max_s: float | None = None) -> npt.NDArray[np.float32]:
-        """Decode a sound at ``rate`` Hz: mono, float32. ``max_s``: the limit in seconds, if below ``MOST_SECONDS``.
+        """Decode a sound to mono float32 samples at ``rate`` Hz. ``max_s``: a limit in seconds below ``MOST_SECONDS``.
 
         Raises InvalidRequestError, TypeError.
         """
@@ -129,16 +129,16 @@ class Given(NamedTuple):
             sound, own = _as_mono(self.place, content), self.rate or rate
         if not 1000 <= own <= 768_000:
             raise InvalidRequestError(
-                f"{self.place}: the sound has {own} samples a second; give 1000 to 768000"
+                f"{self.place}: the sound has {own} samples per second; give 1000 to 768000"
             )
         if not 0 < len(sound) <= MOST_SECONDS * own:
             raise InvalidRequestError(
-                f"{self.place}: the sound has {len(sound) / own:.0f} s; it must have something, and at most "
+                f"{self.place}: the sound is {len(sound) / own:.0f} s long; it must not be empty and may have at most "
                 f"{MOST_SECONDS} s"
             )
         if max_s is not None and len(sound) > max_s * own:
             raise InvalidRequestError(
-                f"{self.place}: the sound has {len(sound) / own:.0f} s; the limit of this server is {max_s:g} s "
+                f"{self.place}: the sound is {len(sound) / own:.0f} s long; the limit of this server is {max_s:g} s "
                 "(--max-sound): cut it into parts"
             )
         if own != rate:
@@ -190,7 +190,7 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
         ) from None
 
 
-# By EXIF orientation, Pillow's names of what shows the picture upright.
+# Pillow's names of the transposition that turns a picture upright, by EXIF orientation.
 _TURNS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
@@ -233,19 +233,19 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     """Return the samples of a WAV file, averaged over its channels, and their rate.
 
-    The standard library's reader supports neither floats nor, before Python 3.12, the form that many programs write for
-    more than 16 bits or two channels.
+    The standard library's reader supports neither floats nor, before Python 3.12, ``WAVE_FORMAT_EXTENSIBLE``, which
+    many programs write for more than 16 bits or two channels.
     """
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise InvalidRequestError(
-            f"{place}: the sound is {_sound_format(data)}, and WAV files are read: convert it, for example with "
+            f"{place}: the sound is {_sound_format(data)}, and only WAV files are read: convert it, for example with "
             "ffmpeg -i IN -ac 1 -ar 16000 OUT.wav"
         )
     form = raw = memoryview(b"")
     at = 12
     for _ in range(_MOST_CHUNKS):
         n = int.from_bytes(data[at + 4 : at + 8], "little")
-        body = memoryview(data)[at + 8 : at + 8 + n]  # of a file that was written to a pipe, what is there
+        body = memoryview(data)[at + 8 : at + 8 + n]  # a file written to a pipe may announce more than it has
         if data[at : at + 4] == b"fmt ":
             form = body
         elif data[at : at + 4] == b"data":
@@ -284,9 +284,9 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
 
 
 def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
-    """Return ``n`` values between the samples, at multiples of ``step``.
+    """Return ``n`` values, interpolated between the samples at multiples of ``step``.
 
-    Computes in blocks, because numpy computes in float64.
+    Works in blocks, because numpy's float64 intermediates would need several times the memory of the sound.
     """
     values = np.empty(n, np.float32)
     for begin in range(0, n, _BLOCK):
@@ -325,7 +325,7 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
     except (OSError, ValueError, RuntimeError):  # there is none; a NUL in it; a link to itself
         is_inside = False
     if not is_inside:
-        raise InvalidRequestError(f"{place}: {quoted(name[:80])} is no file in {folder} or below it")
+        raise InvalidRequestError(f"{place}: {quoted(name[:80])} is not a file in {folder} or below it")
     return path
 
 
@@ -333,8 +333,8 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
     """Return the image or sound in a part of a message, in our form or OpenAI's; None for other parts.
 
-    ``reads_files``: a text is a path; otherwise, only data URLs and base64 are accepted. Raises InvalidRequestError,
-    TypeError.
+    ``reads_files``: a str is a path unless it is a data URL; otherwise only data URLs and base64 are accepted. Raises
+    InvalidRequestError, TypeError.
     """
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
@@ -381,7 +381,7 @@ def _of_data_url(place: str, url: str) -> bytes:
     match = _DATA_URL.match(url)
     if match is None:
         raise InvalidRequestError(
-            f"{place}: {quoted(url[:80])} is no data URL; only data:image/…;base64,… is read, no address is fetched"
+            f"{place}: {quoted(url[:80])} is not a data URL; only data:image/…;base64,… is read, no address is fetched"
         )
     return _of_base64(place, url[match.end() :])
 
@@ -394,4 +394,4 @@ def _of_base64(place: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequestError(f"{place}: the text is no base64: {error}") from None
+        raise InvalidRequestError(f"{place}: the text is not base64: {error}") from None

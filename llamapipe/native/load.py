@@ -206,11 +206,12 @@ _ABORTED = (
 # llama.cpp's warning that an Embedder's pooling is not the model's default, where the model has none (-1). An Embedder
 # always chooses a pooling, so nothing is contradicted. Where a model has a default, the warning stays.
 _NO_DEFAULT = "model default pooling_type is [-1], but ["
-# A warning for each tensor of an adapter whose base is packed: the adapter's own stays as it is, as it shall.
+# A warning for each tensor of an adapter whose base is packed: the adapter's own tensor stays as it is, which is
+# intended.
 _PLAIN_ADAPTER = "cannot use buft 'CPU_"
 # A warning about a token such as </s> that a file lists as plain text: llama.cpp makes it a control token.
 _TOKEN_MENDED = "its type will be overridden"
-# Warnings about the layers of an assistant, which share its model's cells as they shall.
+# Warnings about the layers of an assistant, which share its model's cells, as intended.
 _SHARED = ("sharing with layer", "to match the shared source cache")
 _HARMLESS = (_NO_DEFAULT, _PLAIN_ADAPTER, *_SHARED)
 

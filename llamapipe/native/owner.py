@@ -52,7 +52,7 @@ class DrainingOwner(Owner):
     __slots__ = ()
 
     def close(self, drain: bool = True) -> None:
-        """Free it, as ``Owner.close``. ``drain``: finish waiting work first; otherwise it fails."""
+        """Free it, as ``Owner.close`` does. ``drain``: finish waiting work first; otherwise it fails."""
         raise NotImplementedError
 
     def __exit__(

@@ -27,9 +27,9 @@ _INT32_MAX = 2**31 - 1
 class PipelineMemory:
     """Removes, copies and shifts sequences in the pipeline's KV cells.
 
-    Each operation is queued and returns at once. It takes effect after the steps submitted before it and before those
-    submitted later. ``p0`` and ``p1`` are positions; ``p1`` is exclusive, and -1 means the end of the sequence. Any
-    thread, until the pipeline is closed.
+    Each operation is queued and returns immediately. It takes effect after the steps submitted before it and before
+    those submitted later. ``p0`` and ``p1`` are positions; ``p1`` is exclusive, and -1 means the end of the sequence.
+    Any thread, until the pipeline is closed.
 
     Every method raises TypeError and ValueError for wrong arguments and EngineClosedError when the pipeline is closed.
     """
@@ -83,7 +83,7 @@ class PipelineMemory:
         """Add ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
 
         Raises InvalidRequestError if the model's positions cannot be shifted, if they would leave the context, or if
-        the sequence shares cells with another one after ``copy`` (unified KV), which would be shifted too.
+        the sequence has shared cells with another one since ``copy`` (unified KV): that one would be shifted too.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
@@ -149,7 +149,7 @@ class PipelineStats:
 class Pipeline(DrainingOwner):
     """Computes batches in order while the program reads the outputs of earlier ones.
 
-    ``submit`` hands a batch to the pipeline's launch thread and returns its output at once. It blocks only while
+    ``submit`` hands a batch to the pipeline's launch thread and returns its output immediately. It blocks only while
     ``depth`` steps are submitted and not yet computed. Rows stay in a ring of ``depth + 1`` slots, each of
     ``n_outputs_max`` rows, until they are read or released. If all slots hold unread rows, the oldest output is copied
     out of the ring.
@@ -159,7 +159,7 @@ class Pipeline(DrainingOwner):
     ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the chosen one. ``Context`` describes the other
     options.
 
-    Any thread. Close it, or use ``with``, before its model.
+    Any thread. Close it before its model, or use ``with``.
 
     Raises TypeError and ValueError for wrong options, BackendError if the context cannot be created.
     """

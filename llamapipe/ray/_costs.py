@@ -119,7 +119,7 @@ def _owner(choice: object, salt: object, adapters: AdapterNames) -> bytes:
             for name, scale in scales.items()
             if name is not None and scale and name not in adapters.activated
         )
-    except (TypeError, ValueError, OverflowError):  # a scale that is no number
+    except (TypeError, ValueError, OverflowError):  # a scale that is not a number
         used = []
     if not used and not isinstance(salt, str):
         return b""
@@ -213,7 +213,7 @@ class PrefixCosts(Generic[R]):
         return sorted(costs, key=costs.__getitem__)
 
     def route(self, request: str, replica: R, n_bytes: int, chunks: Sequence[int]) -> None:
-        """Note that a replica will get a request; a request noted for another replica moves."""
+        """Record that a replica will get a request; a request recorded for another replica moves."""
         self._remove(request)
         cost = n_bytes - self.n_matched(replica, chunks) * CHUNK_BYTES + self._request_bytes
         self._routed[request] = _Routed(replica, cost, n_bytes, chunks)
@@ -228,13 +228,16 @@ class PrefixCosts(Generic[R]):
             known.popitem(last=False)
 
     def accepted(self, request: str, replica: R) -> None:
-        """Note which replica got a request. Requests that have ended or were never noted are ignored."""
+        """Record which replica got a request. Requests that have ended or were never recorded are ignored."""
         routed = self._routed.get(request)
         if routed is not None and routed.replica != replica:
             self.route(request, replica, routed.n_bytes, routed.chunks)
 
     def finish(self, request: str, replica: R | None = None) -> None:
-        """Note that a request has ended, for any reason. ``replica``: do nothing if another replica has the request."""
+        """Record that a request has ended, for any reason.
+
+        ``replica``: do nothing if another replica has the request.
+        """
         routed = self._routed.get(request)
         if routed is not None and replica in (None, routed.replica):
             self._remove(request)

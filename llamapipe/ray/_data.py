@@ -183,7 +183,7 @@ def _options(value: object) -> dict[str, Any]:
         raise TypeError(f"options must be an object, not {type(options).__name__}")
     for name in ("prompt", "messages", "id", "custom_id"):
         if name in options:
-            raise ValueError(f"{quoted(name)} is no option")
+            raise ValueError(f"{quoted(name)} is not an option")
     return options if isinstance(value, str) else {k: v for k, v in options.items() if v is not None}
 
 

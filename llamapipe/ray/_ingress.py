@@ -28,7 +28,7 @@ class Ingress:
     """Forwards requests to the replicas of ``EngineReplica``, over the handle ``replicas``.
 
     The routes and answers are the same as in ``llamapipe serve``. If a replica dies before its answer has begun, the
-    answer is 503, and clients such as OpenAI's retry by themselves. If it dies during a stream of events, the stream
+    answer is 503, which clients such as OpenAI's retry automatically. If it dies during a stream of events, the stream
     ends with an error event.
     """
 

@@ -69,11 +69,11 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         return [[by_id[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note which replica got the request."""
+        """Record which replica got the request."""
         self._costs.accepted(pending_request.metadata.internal_request_id, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Note that the replica has finished a request or failed."""
+        """Record that the replica has finished a request or failed."""
         self._costs.finish(internal_request_id, replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -48,19 +48,19 @@ def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
 
 
 def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, int]:
-    """Return the least and the most: of a pair, or both the same number. Raises TypeError, ValueError."""
+    """Return the minimum and maximum in a pair; a single number is both. Raises TypeError, ValueError."""
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
-        raise ValueError(f"{name} is {value}; give a number, or the least and the most")
+        raise ValueError(f"{name} is {value}; give a number, or a pair of minimum and maximum")
     least, most = (check_int(name, n, low, 100_000) for n in pair)
     if least > most or most == 0:
-        also = "" if low else ", nor that be 0"
-        raise ValueError(f"{name} is {value}; the least must not be more than the most{also}")
+        also = "" if low else ", and the maximum must be at least 1"
+        raise ValueError(f"{name} is {value}; the minimum must not exceed the maximum{also}")
     return least, most
 
 
 def reserved(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
-    """Return Ray's options for what it reserves for an actor. Raises TypeError, ValueError."""
+    """Return Ray's options for the resources of an actor. Raises TypeError, ValueError."""
     values = (("num_cpus", num_cpus, 4096.0), ("num_gpus", num_gpus, 1024.0))
     return {name: check_float(name, n, 0.0, most) for name, n, most in values if n is not None}
 
@@ -111,7 +111,7 @@ class EngineSpec:
                 if option not in known:
                     hint = did_you_mean(str(option), known)
                     raise ValueError(
-                        f"{options} has {quoted(option)}, which is no option of {kind.__name__} here{hint}"
+                        f"{options} has {quoted(option)}, which is not an option of {kind.__name__} here{hint}"
                     )
             object.__setattr__(self, options, dict(values))
         for files in ("adapters", "control_vectors"):
@@ -121,13 +121,13 @@ class EngineSpec:
 
     @property
     def n_seq_max(self) -> int:
-        """How many requests the engine computes at once."""
+        """The number of requests that the engine computes at once."""
         default = inspect.signature(Engine).parameters["n_seq_max"].default
         n = self.engine_options.get("n_seq_max", default)
         return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]
 
     def model_path(self) -> Path:
-        """Return the model's file on this machine; download it first if it is on the hub and not yet here.
+        """Return the model's file on this machine; download it first if it is on the Hub and not in the cache.
 
         Raises ImportError without the extra ``hub``, ModelLoadError if there is no such model.
         """

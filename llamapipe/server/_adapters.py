@@ -100,7 +100,7 @@ def _allowed_path(exchange: Exchange, name: str) -> Path:
             path.lstat()
         path = path.resolve()
     except OSError as e:
-        raise ApiError(400, f"{quoted(name)} is no path of a file: {e.strerror}", "lora_path") from None
+        raise ApiError(400, f"{quoted(name)} is not the path of a file: {e.strerror}", "lora_path") from None
     except (ValueError, RuntimeError):  # a NUL in it; a link to itself
         path = folder.parent
     if not path.is_relative_to(folder):

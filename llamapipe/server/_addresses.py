@@ -56,7 +56,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is on the public internet, that is neither private, loopback nor multicast."""
+    """Return whether an address is on the public internet: neither private nor loopback nor multicast."""
     address = ipaddress.ip_address(text.partition("%")[0])
     inner = None
     if isinstance(address, ipaddress.IPv6Address):

@@ -29,7 +29,7 @@ _HOSTED = ("advisor", "bash", "browser_toolset", "code_execution", "computer", "
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons before it answers, and the most tokens it may use for that."""
+    """Whether the model reasons before it answers, and with how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -44,7 +44,7 @@ class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How the model answers. ``effort`` is passed to the template as ``reasoning_effort``."""
+    """Options of the answer. ``effort`` is passed to the template as ``reasoning_effort``."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -52,7 +52,7 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which tools the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

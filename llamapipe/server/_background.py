@@ -4,8 +4,8 @@ Open it to change when answers are computed, how many at once, and what their st
 
 Every process that clients reach computes answers, as requests that it makes to itself; the front process of several
 models forwards them to the models' processes. ``_runs.py`` ensures that only one process computes each answer. A
-process that shuts down gives its runs back. When one dies, the lock on its file is released, so the others see at once
-that it is gone.
+process that shuts down gives its runs back. When one dies, the lock on its file is released, so the others see
+immediately that it is gone.
 
 A run that fails because the server is busy, or because the process of a model ended, is tried again later. Any other
 error becomes its answer.
@@ -307,7 +307,7 @@ async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any],
 
 
 def wake(exchange: Exchange) -> None:
-    """Let what was stored be computed, or stopped."""
+    """Wake the task that computes stored runs, or stops them."""
     background = exchange.gate.background
     if background is not None:
         background.start()

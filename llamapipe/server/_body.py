@@ -149,7 +149,7 @@ def _zstd_reader(library: Any) -> Callable[[bytes], _Reader]:
 def _decoders() -> dict[str, Callable[[bytes], _Reader]]:
     """Return the decoders by name.
 
-    The result is cached: Python would look for a missing package at every import, which takes 0.3 ms a request.
+    The result is cached: Python would look for a missing package at every import, which takes 0.3 ms per request.
     """
     gzip = partial(_zlib_reader, wbits=16 + zlib.MAX_WBITS)
     known: dict[str, Callable[[bytes], _Reader]] = {"gzip": gzip, "x-gzip": gzip, "deflate": _deflate}

@@ -1,4 +1,4 @@
-"""A request as the limits, the log and the metrics see it, and what ``GET /requests`` tells of the last ones."""
+"""A request as the limits, the log and the metrics see it, and the most recent ones, for ``GET /requests``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ClientRequest(Request):
 
 
 class Recent:
-    """The last requests that used a model. Use it on the event loop's thread.
+    """The most recent requests that used a model. Use it on the event loop's thread.
 
     ``n``: how many are kept, 0 for none. ``model``: the name of the model that computes them, if there is only one.
     """

@@ -52,7 +52,7 @@ class MissingError(LookupError):
 
 
 class FullError(Exception):
-    """A client's share of the space is used up. The message says of which, and how large it is.
+    """A client's share of the space is used up. The message says which space, and how large the share is.
 
     ``fits_later``: it would fit once others have ended. ``is_too_large``: it would not fit even into an empty share.
     """

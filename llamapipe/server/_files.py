@@ -69,7 +69,10 @@ class LostError(Exception):
 
 
 class Claim(NamedTuple):
-    """A batch to compute. ``input``: the number of its file. ``n_attempts``: with this one, since its last result."""
+    """A batch to compute.
+
+    ``input``: the number of its file. ``n_attempts``: the attempts since its last result, including this one.
+    """
 
     number: int
     id: str
@@ -82,7 +85,7 @@ class Claim(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which worker has a batch. ``is_due``: its next attempt need not wait any longer."""
+    """The worker that has a batch. ``is_due``: its next attempt need not wait any longer."""
 
     number: int
     id: str
@@ -102,7 +105,7 @@ class Result(NamedTuple):
 class Files(Database):
     """Files and batches; see ``Database``. Pass methods with a connection to ``read``, the others to ``write``.
 
-    ``most_bytes``: the most bytes of all files together; each of ``n_owners`` has an equal share. ``days``: the
+    ``most_bytes``: the maximum size of all files together; each of ``n_owners`` has an equal share. ``days``: the
     lifetime of files that set none, and of batches after their end.
     """
 
@@ -287,7 +290,7 @@ class Files(Database):
         return claims
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
-        """Note that the requests of a batch are valid. Raises LostError."""
+        """Record that the requests of a batch are valid. Raises LostError."""
         row = self._mine(worker, number, "validating")
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")
@@ -326,7 +329,7 @@ class Files(Database):
         )
 
     def end(self, worker: str, number: int, status: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
-        """End a batch, and make its results files of its owner. Raises LostError."""
+        """End a batch, and turn its results into files of its owner. Raises LostError."""
         row = self._mine(worker, number)
         now = int(time.time())
         changes: dict[str, Any] = {"finalizing_at": now}

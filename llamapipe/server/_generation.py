@@ -167,7 +167,7 @@ async def _text(
 
 
 async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
-    """Return the prompt that asks for the text in a gap. ``n_max``: the most tokens of that text.
+    """Return the prompt that asks for the text in a gap. ``n_max``: the maximum tokens of that text.
 
     Raises ApiError 400, which names ``field``. Names of control tokens in the texts stay text, because the texts are
     the user's files.
@@ -305,7 +305,7 @@ async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | N
 
 
 async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of reasoning for these template arguments, if a request gives no number."""
+    """Return the maximum tokens of reasoning for these template arguments, if a request gives no number."""
     effort = args.get("reasoning_effort")
     if args.get("enable_thinking") is False:
         return 0  # models may open it again, although the template has closed it in the prompt

@@ -32,7 +32,7 @@ _APP_SCHEMES = frozenset(
         "chrome-extension", "moz-extension", "safari-web-extension",
     )
 )  # fmt: skip
-# In brackets or not: addresses of IPv6 have colons. No user may stand before the host.
+# With or without brackets: IPv6 addresses have colons. No user may precede the host.
 _AUTHORITY = re.compile(
     r"\[([0-9a-f:.]+)\](?::[0-9]*)?|([^\s:@/\\\[\]]+)(?::[0-9]*)?|([0-9a-f:.]+)", re.ASCII
 )

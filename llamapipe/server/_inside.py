@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from starlette.types import ASGIApp
 
 INSIDE = "llamapipe.inside"  # in the scope, which no client reaches
-# Codes of answers after which a request is made again, as often as need be. Other errors of servers may last.
+# Statuses after which a request is made again, as often as necessary. Other server errors may be permanent.
 BUSY = ("shutting_down", "queue_full", "kv_cache_full", "too_many_requests", "too_many_bytes",
         "model_unloaded")  # fmt: skip
 

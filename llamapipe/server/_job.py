@@ -33,8 +33,8 @@ Part = TypeVar("Part", ChatDelta, Delta)
 class Job(Generic[Part]):
     """A request to the engine, as one stream for each choice.
 
-    ``timeout_s``: of the whole answer; None: no limit. ``is_empty``: the request asks for no tokens. The engine then
-    computes the prompt and one token, which is not returned. ``most_ms``: see ``until_line``; 0: no limit.
+    ``timeout_s``: the limit for the whole answer; None: no limit. ``is_empty``: the request asks for no tokens. The
+    engine then computes the prompt and one token, which is not returned. ``most_ms``: see ``until_line``; 0: no limit.
     ``late_reason``: why that limit ended a text. ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once
     their streams have begun. ``running``: the streams, each None until it is submitted.
     """

@@ -238,7 +238,7 @@ class McpTools:
         return calls
 
     async def run(self, item: Item, most: int | None) -> None:
-        """Run the call of an item, and store the result in it. ``most``: the most calls of the request, or None.
+        """Run the call of an item, and store the result in it. ``most``: the limit on calls of the request, or None.
 
         Raises ApiError if llamapipe's server is shutting down.
         """

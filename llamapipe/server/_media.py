@@ -116,7 +116,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
             return await asyncio.to_thread(path_below, place, name, Path(settings.media_path))
         except InvalidRequestError:  # which names the folder
             raise ApiError(
-                400, f"{place}: {quoted(url[:80])} is no file in the folder of --media-path", place
+                400, f"{place}: {quoted(url[:80])} is not a file in the folder of --media-path", place
             ) from None
     if not settings.media_urls:
         raise ApiError(

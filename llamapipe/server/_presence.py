@@ -1,6 +1,6 @@
 """Shows other processes that this one is alive, by a lock on a file that the system releases however the process ends.
 
-So a killed process is recognized as dead at once, and a slow one is never mistaken for dead.
+So a killed process is recognized as dead immediately, and a slow one is never mistaken for dead.
 """
 
 from __future__ import annotations

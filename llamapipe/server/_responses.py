@@ -48,7 +48,7 @@ _HOSTED_ITEMS = ("web_search_call", "file_search_call", "image_generation_call",
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How the model reasons. ``effort`` is passed to the template."""
+    """Options of reasoning. ``effort`` is passed to the template."""
 
     effort: str | None = None
     summary: Annotated[str | None, Unused()] = None
@@ -498,7 +498,7 @@ class _Answer:
                 async with aclosing(self._computed()) as computed:
                     async for event in computed:
                         yield event
-                if encoder.finish_reason == "cancelled":  # the engine was closed: this is no whole answer
+                if encoder.finish_reason == "cancelled":  # the engine was closed: this is not a whole answer
                     raise shutting_down()
                 if not (calls := encoder.take_calls()):
                     return

@@ -32,7 +32,10 @@ _MOST_EVENTS = 1000  # that are read at once
 
 
 class Run(NamedTuple):
-    """An answer to compute. ``n_next``: the number of its next event. ``n_attempts``: including this one."""
+    """An answer to compute.
+
+    ``n_next``: the number of its next event. ``n_attempts``: the attempts so far, including this one.
+    """
 
     id: str
     owner: str
@@ -43,7 +46,7 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which worker has a run. ``is_due``: its next attempt need not wait any longer.
+    """The worker that has a run. ``is_due``: its next attempt need not wait any longer.
 
     A run whose wait exceeds the longest possible one is also due, because the clock was set back.
     """
@@ -77,8 +80,8 @@ class Runs:
     ) -> None:
         """Store an answer to be computed later from a request's ``body``.
 
-        ``events``: the first events of its stream, if it has one. ``most``: the most runs of one owner. ``most_bytes``:
-        the store's limit. Raises FullError, StoreError, MissingError.
+        ``events``: the first events of its stream, if it has one. ``most``: the maximum number of runs of one owner.
+        ``most_bytes``: the store's limit. Raises FullError, StoreError, MissingError.
         """
         most_of_owner, most_of_all = most_bytes // _OF_OWNER, most_bytes // _OF_ALL
         if len(body) > most_of_owner:
@@ -197,9 +200,8 @@ class Runs:
             "SELECT thread, n_first FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()
         if row is not None:
-            if (
-                first == row[1]
-            ):  # what an earlier attempt told, but for the two events that say it was asked for
+            # A new attempt drops the events of an earlier one, except the first two, which announce the answer.
+            if first == row[1]:
                 self._writer.execute("DELETE FROM events WHERE answer = ? AND number > 1", (answer_id,))
             self._insert(answer_id, row[0], first, events)
         return row is not None

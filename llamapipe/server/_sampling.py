@@ -309,8 +309,8 @@ class Sampling(_Options, kw_only=True):
     ) -> SamplingParams:
         """Return the options as ``SamplingParams``, with the operator's defaults.
 
-        ``more``: further fields. ``fields``: the request's names of options that it calls differently. Raises ApiError
-        400, which names the field.
+        ``more``: further fields. ``fields``: the request's names of options that have other names there. Raises
+        ApiError 400, which names the field.
         """
         vocab = state.engine.model.vocab
         tokenize = partial(vocab.tokenize, add_special=False)
@@ -386,7 +386,7 @@ def _check_texts(name: str, value: str | list[str] | None, most: int, most_chara
 
 
 def _biases(logit_bias: dict[str, float]) -> Iterator[tuple[int | str, float]]:
-    """Yield the biases of token ids and of texts, which are the keys that are no numbers. Raises ApiError 400."""
+    """Yield the biases of token ids and of texts, which are the keys that are not numbers. Raises ApiError 400."""
     for key, value in logit_bias.items():
         is_id = key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS
         if not is_id and (not key or key.removeprefix("-").isdigit()):

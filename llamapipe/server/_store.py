@@ -117,7 +117,7 @@ class UnfinishedError(Exception):
 
 
 class NewAnswer(NamedTuple):
-    """An answer to store. ``body``: without its output. ``after``: from the ``Earlier`` items that it continues.
+    """An answer to store. ``body``: all of it except the output. ``after``: as in the ``Earlier`` that it continues.
 
     ``is_listed``: its items join the conversation. ``worker``: the worker that computed it in the background, for an
     answer that is already stored.
@@ -143,10 +143,10 @@ class Earlier(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Which items of a list are wanted. ``after``: the id of the preceding item.
+    """Selects items of a list. ``after``: the id of the preceding item.
 
-    ``most_bytes``: the most bytes of all items except the first. A client may store more than memory can hold, and ask
-    for all of it at once.
+    ``most_bytes``: the maximum size of all items except the first. A client may store more than memory can hold, and
+    ask for all of it at once.
     """
 
     is_ascending: bool = False
@@ -171,7 +171,7 @@ class Store(Database):
 
     # ---- writes
     def add_answer(self, owner: str, answer: NewAnswer) -> int:
-        """Store an answer with its items. Replaces one with the same id, which the client has never seen.
+        """Store an answer with its items. An answer with the same id, which the client has never seen, is replaced.
 
         Returns its thread. Raises StoreError if it does not fit, MissingError if what it continues is gone, or if its
         worker no longer has its run.
@@ -320,9 +320,9 @@ class Store(Database):
         without: str,
         connection: sqlite3.Connection,
     ) -> Earlier:
-        """Return what an answer continues: another answer, or a conversation.
+        """Return the items that an answer continues, of another answer or of a conversation.
 
-        ``without``: the id of the new answer, see ``add_answer``. Raises MissingError, UnfinishedError, TooMuchError.
+        ``without``: the id of the new answer (see ``add_answer``). Raises MissingError, UnfinishedError, TooMuchError.
         """
         after = None
         if previous is not None:
@@ -400,11 +400,11 @@ class Store(Database):
         self._n_unseen = self._most_bytes
 
     def _oldest(self) -> int:
-        """Return the oldest time of last use at which a thread is kept."""
+        """Return the time of last use before which a thread counts as too old."""
         return int(time.time()) - self._most_s
 
     def _tidy(self, at_start: bool = False) -> None:
-        """Delete threads that are too old, and while the file is too large, the least recently used ones.
+        """Delete threads that are too old and, while the file is too large, the least recently used ones.
 
         Raises StoreError if the thread that was written last would have to be deleted. With ``at_start`` it is deleted,
         because the limit may be lower than before.

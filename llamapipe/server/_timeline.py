@@ -1,4 +1,4 @@
-"""The last steps of an engine, for the page."""
+"""The most recent steps of an engine, for the page."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ class RequestTimes:
         return min((stream.n_cached_tokens for stream in self._streams[self._n_earlier :]), default=0)
 
     def follow(self, stream: AsyncStream | AsyncChatStream) -> None:
-        """Note that a stream of the engine was submitted."""
+        """Record that a stream of the engine was submitted."""
         if self.submitted_at is None:
             self.submitted_at = perf_counter()
         self._streams.append(stream)
 
     def take(self, done: Completion | ChatCompletion | Sequence[Completion]) -> None:
-        """Note that the engine's complete answer has arrived."""
+        """Record that the engine's complete answer has arrived."""
         answers = [done] if isinstance(done, (Completion, ChatCompletion)) else done
         now = perf_counter()
         began = now - max(answer.timings.total_s for answer in answers)
@@ -69,7 +69,7 @@ class RequestTimes:
             self._counts[2] += answer.n_accepted_tokens
 
     def token_arrived(self) -> None:
-        """Note that a token of a stream has arrived."""
+        """Record that a token of a stream has arrived."""
         self.last_at = perf_counter()
         if self.first_at is None:
             self.first_at = self.last_at

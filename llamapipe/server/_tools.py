@@ -56,7 +56,7 @@ _INPUT = {
 
 
 class ClientName(NamedTuple):
-    """How a client knows a tool."""
+    """The name by which a client knows a tool."""
 
     name: str
     namespace: str | None = None

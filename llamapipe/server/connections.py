@@ -6,7 +6,8 @@ uvicorn's protocol over llhttp reads requests and writes answers. It trusts its 
 - one request at a time: the next request of a connection is parsed once the client has received the last answer, and
   only a few bytes are read ahead. Otherwise a client that sends requests without reading answers would fill the memory;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
-- an orderly end: if the connection were closed at once, a refused client that is still sending would lose the answer;
+- an orderly end: if the connection were closed immediately, a refused client that is still sending would lose the
+  answer;
 - room for new clients: when there are too many connections, the oldest one without a running request is closed. So a
   client that opens many idle connections cannot keep out other clients or health checks.
 
@@ -45,8 +46,8 @@ _log = logging.getLogger("llamapipe.server")
 class Connections:
     """All connections of a server, by address.
 
-    ``per_address``: the most connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
-    request's head must arrive. ``at_most``: the most connections in total; None allows as many as there are
+    ``per_address``: the maximum connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
+    request's head must arrive. ``at_most``: the maximum connections in total; None allows as many as there are
     descriptors, less a reserve.
     """
 
@@ -68,12 +69,12 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Accept a connection, replacing another one if need be. Returns False if none can be replaced."""
+        """Accept a connection, replacing another one if necessary. Returns False if none can be replaced."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
         elif len(self._all) >= self.at_most:
-            # Of the address with the most connections: who has few keeps them.
+            # From the address with the most connections, so that clients with few keep theirs.
             most = max(self._of.values(), key=len)
             has_room = _close_one(most) or _close_one(self._all)
         else:
@@ -188,7 +189,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     # ---- reading
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next read. The event loop reads into it and calls ``buffer_updated`` at once."""
+        """Return the buffer for the next read.
+
+        The event loop reads into it and immediately calls ``buffer_updated``.
+        """
         return self._limits.buffer[: max(_PIECE - len(self._ahead), 1)]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -263,9 +267,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self._refuse(_too_large())
             elif self._n_framing > MAX_HEAD_BYTES:
                 self._refuse(ApiError(400, "the chunks of the body have more framing than data"))
-            elif (
-                self._has_begun and self._is_in_head and self._timer is None
-            ):  # after a request that is complete
+            elif self._has_begun and self._is_in_head and self._timer is None:
+                # The head follows a complete request.
                 self._wait(self._limits.head_timeout_s, self._head_is_late)
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
@@ -347,7 +350,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the request. The parser calls this."""
+        """Record the end of the request. The parser calls this."""
         if self._is_upgrade:
             return
         self._is_in_head, self._has_begun = True, False
@@ -444,7 +447,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._linger_on()
 
     def _linger(self) -> None:
-        """Signal the end of the data, and keep reading for a while: closing at once would discard the answer."""
+        """Signal the end of the data, and keep reading for a while: closing immediately would discard the answer."""
         self._is_ending = self._is_lingering = True
         self._ahead = b""
         self._set_full(False)

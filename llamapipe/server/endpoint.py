@@ -294,7 +294,7 @@ class Exchange(ClientRequest):
         self._last_token_at[stream] = now
 
     def next_prompt(self) -> None:
-        """Begin another prompt for the streams that follow; the time between prompts is no token interval."""
+        """Begin another prompt for the streams that follow; the time between prompts is not a token interval."""
         self.times.next_prompt()
         self._last_token_at.clear()
 
@@ -313,7 +313,7 @@ class Exchange(ClientRequest):
     def error_response(self, error: ApiError, more: Mapping[str, str] | None = None) -> Response:
         """Return the response for an error. ``more``: further headers."""
         headers = dict(more or {})
-        if not self.has_body:  # the rest of it may still come; it is no request
+        if not self.has_body:  # the rest of it may still come; it is not a request
             headers["connection"] = "close"
         if error.code == QUOTA:
             headers["x-should-retry"] = "false"  # OpenAI's clients would
@@ -567,9 +567,8 @@ class Endpoint:
             exchange.status = exchange.status or 499
             _clear(e)
         except asyncio.CancelledError:
-            if (
-                gate.draining and exchange.inside is None and not exchange.status
-            ):  # the server waits no longer
+            # The draining server has stopped waiting.
+            if gate.draining and exchange.inside is None and not exchange.status:
                 raise shutting_down() from None
             exchange.status = exchange.status or 499
             raise

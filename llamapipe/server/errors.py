@@ -109,9 +109,8 @@ class ApiError(Exception):
         error = {"message": message, "type": kind, "param": self.param, "code": self.code or kind}
         if sizes is not None:
             error |= {"n_prompt_tokens": int(sizes[1]), "n_ctx": int(sizes[2])}
-            if (
-                dialect == "llama-server"
-            ):  # OpenAI's clients know this error by its code, llama-server's by its type
+            # OpenAI's clients recognize this error by its code, llama-server's by its type.
+            if dialect == "llama-server":
                 error["type"] = "exceed_context_size_error"
         return {"error": error}
 
@@ -122,7 +121,7 @@ def shutting_down() -> ApiError:
 
 
 def wrong(place: str, key: str, problem: str) -> ApiError:
-    """Return the error 400 for a field of what is at ``place`` in the request."""
+    """Return error 400 for a field of the object at ``place`` in the request."""
     return ApiError(400, f"{place}: {problem}", f"{place}.{key}")
 
 
@@ -132,7 +131,7 @@ def no_model(message: str, param: str = "model") -> ApiError:
 
 
 def code_of(error: Exception) -> str | None:
-    """Return the code of the engine's error about a request: that of a prompt that does not fit, or None."""
+    """Return the code for the engine's error about a request: the code of a prompt that does not fit, or None."""
     return TOO_LONG if "n_ctx" in str(error) else None
 
 
@@ -149,8 +148,8 @@ def log_unexpected(error: BaseException, what: str) -> None:
     """Log an exception that may be a defect of the server, with the innermost frames.
 
     Checks of requests raise ``ApiError`` or one of llamapipe's other exceptions. Any other TypeError or ValueError is
-    answered 400, and only the log shows where it came from. A RecursionError is not a defect: the request is nested too
-    deeply.
+    answered with 400, and only the log shows where it came from. A RecursionError is not a defect: the request is
+    nested too deeply.
     """
     if isinstance(error, (TypeError, ValueError)) and not isinstance(error, LlamapipeError):
         trace = "".join(traceback.format_exception(error, limit=-_N_FRAMES))

@@ -161,7 +161,7 @@ class Gate:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s, priority)
 
     def inside_of(self, request: ClientRequest) -> Inside:
-        """Return for whom the server made a request itself, or a neutral value for a client's request."""
+        """Return the client for whom the server made a request itself; a neutral value for a client's request."""
         if self.is_behind_front and WORKER in request.headers:
             headers = request.headers
             return Inside(worker=headers[WORKER] or None, priority=int(headers.get(PRIORITY, "0")))
@@ -227,7 +227,7 @@ class Gate:
         raise NotImplementedError
 
     def freed(self, n_bytes: int) -> None:
-        """Note that memory of a body was freed.
+        """Record that memory of a body was freed.
 
         Large amounts are soon returned to the system, because the C library would keep them.
         """

@@ -41,7 +41,7 @@ MOST_TOOLS = 1024  # of a server: a grammar holds no more
 _MOST_PAGES = 64
 _MOST_LINE = 2**23  # bytes of a message
 _MOST_UNASKED = 2**26  # bytes that a server may send between two requests
-_MOST_GARBAGE = 100  # lines that are no messages, such as banners
+_MOST_GARBAGE = 100  # lines that are not messages, such as banners
 _MOST_ERROR = 300  # characters
 _MOST_STDERR = 2000  # bytes of its last words, for the log
 _GRACE_S = 2.0  # after its input is closed, and again after SIGTERM
@@ -221,7 +221,7 @@ class RemoteServer:
         return await self._thread.run(self.connection.call(tool, arguments))
 
     def end(self) -> None:
-        """Note that the client no longer needs the server. Does not wait."""
+        """Record that the client no longer needs the server. Does not wait."""
         if self in self._used:
             self._used.discard(self)
             with suppress(McpError):  # all of them have ended
@@ -503,9 +503,8 @@ class _Life:
             return self._error(self._problem)
         if code is None:
             return self._error(f"answered what cannot be used: {self._reason(error)}")
-        if (
-            self._stdio is None and code in _LOST
-        ):  # its session may be gone: the next request begins another one
+        # The session may be gone: the next request begins another one.
+        if self._stdio is None and code in _LOST:
             self.is_over = True
         return McpError(_short(str(error)), int(code))
 
@@ -672,7 +671,7 @@ class _Stdio:
                 except ValueError:
                     self._n_garbage += 1
                     if self._n_garbage > _MOST_GARBAGE:
-                        self._is_bad(process, "writes lines that are no messages of MCP, and is ended")
+                        self._is_bad(process, "writes lines that are not MCP messages, and is ended")
                         return
                     continue
                 self.read_at = monotonic()
@@ -739,7 +738,10 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
 
 
 def _end(process: asyncio.subprocess.Process, at_once: bool) -> None:
-    """Tell a child's process group to end, or end it at once. Windows has no such signals: there the child is ended."""
+    """Tell a child's process group to end, or end it immediately.
+
+    Windows has no such signals: there the child is ended.
+    """
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "win32":
             process.kill()

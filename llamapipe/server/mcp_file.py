@@ -128,7 +128,7 @@ def _entry(label: str, fields: Any) -> McpEntry | None:
     env = _texts(fields, "env")
     for name in env:
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"env has {quoted(name)}, which is no name of a variable")
+            raise ValueError(f"env has {quoted(name)}, which is not the name of a variable")
     return StdioServer(label, _text(fields, "command"), tuple(map(_expanded, args)), env, cwd)
 
 

@@ -558,7 +558,7 @@ def _with_id(call: Any, new_id: str) -> Any:
     if not isinstance(call, dict):
         return call  # the engine refuses it
     function = call.get("function")
-    if isinstance(function, dict):  # the place among the calls of the answer is no part of a call
+    if isinstance(function, dict):  # the place among the calls of the answer is not part of a call
         call = {**call, "function": {key: value for key, value in function.items() if key != "index"}}
     return {**call, "id": call.get("id") or new_id}
 

@@ -1,8 +1,8 @@
-"""``/api/pull``, ``/api/delete`` and ``/api/copy``: files of the Hugging Face Hub, and more names for models.
+"""``/api/pull``, ``/api/delete`` and ``/api/copy``: downloads from the Hugging Face Hub, and more names for models.
 
-A server with one model keeps a pulled file for its next start; the front process of several models serves it at once.
-Files in Ollama's own store are only read. Each route needs an option of the operator, and a key if other machines can
-reach the server.
+A server with one model keeps a pulled file for its next start; the front process of several models serves it
+immediately. Files in Ollama's own store are only read. Each route must be enabled by the operator, and needs a key if
+other machines can reach the server.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
 
 
 def reference_of(name: str) -> hub.Reference:
-    """Return the file of the Hub that a name means. Raises ApiError 400."""
+    """Return the Hub file that a name means. Raises ApiError 400."""
     text = name.removesuffix(":latest")
     try:
         return hub.parse(hub.hub_name(text) or text)
     except ValueError:
         raise ApiError(
             400,
-            f"{quoted(name)} is no model of the Hugging Face Hub, where this server's models come from; write "
+            f"{quoted(name)} is not a model on the Hugging Face Hub, where this server's models come from; write "
             "hf.co/OWNER/REPO:QUANT",
             "model",
         ) from None
@@ -112,7 +112,9 @@ async def answered(
     name: str | None,
     then: Callable[[Path], Awaitable[object]] | None = None,
 ) -> Response:
-    """Download a model, report progress, and call ``then`` with its file. ``name``: None if it is already here.
+    """Download a model, report progress, and call ``then`` with its file.
+
+    ``name``: the name on the Hub; None if the model is already here.
 
     Raises ApiError.
     """
@@ -248,7 +250,7 @@ def _is_stored(name: str) -> bool:
 def check_destination(name: str) -> None:
     """Raise ApiError 400 for a text that cannot be a model's name."""
     if not _NAME.fullmatch(name):
-        raise ApiError(400, f"destination: {quoted(name)} is no name of a model", "destination")
+        raise ApiError(400, f"destination: {quoted(name)} is not the name of a model", "destination")
 
 
 async def copy(exchange: Exchange, request: CopyRequest) -> Response:

@@ -1,4 +1,4 @@
-"""The page at ``/``, its files, and the routes it reads: the engine's last steps, batches, answers, MCP servers."""
+"""The page at ``/``, its files, and the routes it reads: the engine's recent steps, batches, answers, MCP servers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def timeline(exchange: Exchange) -> Response:
 
 
 async def jobs(exchange: Exchange) -> Response:
-    """``GET /jobs``: the client's last batches, and its background answers that have not ended."""
+    """``GET /jobs``: the client's recent batches, and its background answers that have not ended."""
     store, files = exchange.gate.store, exchange.gate.files
     if store is None or files is None:
         return JsonResponse({"is_stored": False, "batches": [], "answers": []})

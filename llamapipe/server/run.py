@@ -33,7 +33,7 @@ _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them i
 
 
 class HttpServer(uvicorn.Server):
-    """One application behind uvicorn. It reports a signal to the application at once, not after the last answer.
+    """One application behind uvicorn. It reports a signal to the application immediately, not after the last answer.
 
     ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: the gate that all
     requests pass.
@@ -113,7 +113,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def host_of(sock: socket.socket) -> str:
-    """Return the address that a socket listens on; for a Unix socket ``unix:PATH``, which is no loopback address."""
+    """Return the address that a socket listens on; for a Unix socket ``unix:PATH``, which is not a loopback address."""
     address = sock.getsockname()
     return str(address[0]) if isinstance(address, tuple) else f"unix:{address!s}"
 

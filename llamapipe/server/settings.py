@@ -55,30 +55,30 @@ class ServerSettings:
     - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
-      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered 403.
+      ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered with 403.
     - ``allow_hosts``: further names that clients may use for the server, ``("*",)`` for any. A server that listens on
       loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
       empty.
-    - ``max_body_bytes``: largest request body; larger ones are answered 413.
+    - ``max_body_bytes``: largest request body; larger ones are answered with 413.
     - ``max_bodies_bytes``: total size of the bodies that are being read or whose requests have no answer yet (for a
       stream, no token), beyond the first 64 KiB of each. Over the limit, the largest body of the client with the most
-      bytes is answered 503.
-    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered 429. A request
-      counts when its body has arrived.
+      bytes is answered with 503.
+    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered with 429. A
+      request counts when its body has arrived.
     - ``max_connections_per_address``: connections from one address; the next one replaces the oldest one without a
       running request. All clients behind a proxy share its address. 0: no limit.
     - ``max_n``: maximum number of choices of one request, over all its prompts.
     - ``max_messages``: maximum number of messages of a conversation (each part of a message counts), of items of a
       Responses input, or of texts to embed, rank or score.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;
-      otherwise it is refused before it is rendered or tokenized. Also the most characters of a text to embed or rank,
-      and the most tokens to detokenize.
+      otherwise it is refused before it is rendered or tokenized. Also the maximum characters of a text to embed or
+      rank, and the maximum tokens to detokenize.
     - ``max_sound_s``: maximum length of a sound, in seconds. Preparing a sound is a single call, which ``timeout_s``
       cannot interrupt.
     - ``retry_after_s``: seconds in the ``Retry-After`` header of answers 429 and 503.
-    - ``timeout_s``: seconds that a request may take; slower ones are answered 504. None: no limit.
-    - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered 408.
-    - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered 408.
+    - ``timeout_s``: seconds that a request may take; slower ones are answered with 504. None: no limit.
+    - ``head_timeout_s``: seconds in which the head of a request must arrive; slower ones are answered with 408.
+    - ``body_timeout_s``: seconds in which a request's body must arrive; slower ones are answered with 408.
     - ``ping_s``: a stream that has nothing to send for this many seconds sends a sign of life: a comment, or
       Anthropic's event ``ping``. 0: never.
     - ``grammar_timeout_s``: seconds of processor time that compiling and following a prompt's constraint may take;
@@ -98,12 +98,12 @@ class ServerSettings:
     - ``sampling``: defaults for options of ``SamplingParams`` that a request leaves out: sampler options, by name, and
       ``reasoning_budget_message``.
     - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it
-      off, if it can, and reasoning that begins all the same is closed at once. "auto": the template decides. A number:
-      at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with arguments of
-      the chat template; a request's arguments override them.
+      off, if it can, and reasoning that begins nevertheless is closed immediately. "auto": the template decides. A
+      number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
+      arguments of the chat template; a request's arguments override them.
     - ``system``: the system prompt of conversations that have none, in every API; a system prompt in the request or in
       a Modelfile replaces it. Transcriptions and ``/apply-template`` do not use it.
-    - ``keep_requests``: the number of last requests for which ``/requests`` and the page show where their time went,
+    - ``keep_requests``: the number of recent requests for which ``/requests`` and the page show where their time went,
       without texts.
     - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored; it is created if need
       be, and only its user may read it. None: nothing is stored. ``store_bytes``: its maximum size, beyond which the
@@ -113,10 +113,10 @@ class ServerSettings:
       servers by label. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in
       ``media_urls``, on which requests may name MCP servers by address. Empty: they may not. ``mcp_timeout_s``: seconds
       in which an MCP server must start, and answer each call. ``max_mcp_calls``: tool calls for one answer; after that,
-      the model continues without calls. ``max_mcp_characters``: the most characters of a call's result; the rest is cut
-      off.
+      the model continues without calls. ``max_mcp_characters``: the maximum characters of a call's result; the rest is
+      cut off.
     - ``max_background``: answers with ``background: true`` that may be waiting or running for one key; more are
-      answered 429.
+      answered with 429.
     - ``files_bytes``: total size of the files that clients upload and of their batches' results; each key has an equal
       share. They are kept in a second file next to the store, for ``store_days`` unless the client says otherwise.
     - ``page``: serve the page at ``/``.
@@ -182,12 +182,12 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"cors_origins: {quoted(origin)} is no origin; write scheme://host or scheme://host:port, or '*'"
+                    f"cors_origins: {quoted(origin)} is not an origin; write scheme://host, scheme://host:port or '*'"
                 )
         for host in self.allow_hosts:
             if not _HOST.fullmatch(host):
                 raise ValueError(
-                    f"allow_hosts: {quoted(host)} is no host; write a name without a scheme, or '*'"
+                    f"allow_hosts: {quoted(host)} is not a host; write a name without a scheme, or '*'"
                 )
         for option in (*SERVER, *ACCESS, *LIMITS):
             check_option(option, getattr(self, option.name))
@@ -209,12 +209,12 @@ class ServerSettings:
         for name in ("media_urls", "mcp_urls"):
             for host in getattr(self, name):
                 if host == "*" or not _HOST.fullmatch(host):
-                    raise ValueError(f"{name}: {quoted(host)} is no host; write HOST or HOST:PORT")
+                    raise ValueError(f"{name}: {quoted(host)} is not a host; write HOST or HOST:PORT")
         for name in ("slot_save_path", "lora_path", "media_path"):
             if (path := getattr(self, name)) is not None:
                 folder = path_of(path)
                 if not folder.is_dir():
-                    raise ValueError(f"{name}: {folder} is no folder")
+                    raise ValueError(f"{name}: {folder} is not a folder")
                 object.__setattr__(self, name, folder)
         if self.store is not None:
             object.__setattr__(self, "store", path_of(self.store))

@@ -45,7 +45,7 @@ class WorkerLink(Protocol):
         """Return the metrics of all workers."""
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of all workers' last requests went, the newest first."""
+        """Return where the time of all workers' most recent requests went, the newest first."""
 
     def fail(self, message: str) -> None:
         """End this worker, because it can no longer answer anything."""
@@ -176,7 +176,7 @@ class ServerState(Gate):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The last steps of its engine. Raises the errors of ``engine``."""
+        """The most recent steps of its engine. Raises the errors of ``engine``."""
         return Timeline(self.engine)
 
     @property

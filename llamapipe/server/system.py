@@ -68,7 +68,7 @@ async def metrics(exchange: Exchange) -> Response:
 
 
 async def requests(exchange: Exchange) -> Response:
-    """``GET /requests``: where the time of all workers' last requests went, the newest first."""
+    """``GET /requests``: where the time of all workers' most recent requests went, the newest first."""
     state = exchange.server
     if state.worker is None or state.is_behind_front:
         entries = state.recent.entries()

@@ -126,7 +126,7 @@ def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) 
     try:
         return kind(text) if text else None
     except ValueError:
-        raise ApiError(400, f"{name} is {quoted(text)}, which is no number", name) from None
+        raise ApiError(400, f"{name} is {quoted(text)}, which is not a number", name) from None
 
 
 async def transcriptions(exchange: Exchange) -> Response:

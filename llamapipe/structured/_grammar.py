@@ -353,7 +353,7 @@ class SchemaGrammar:
             return self._number(pointer, node)
         group = "number" if kind == "integer" else kind
         if group not in OF_TYPE:
-            self._fail(pointer, "type", f"{quoted(kind)} is no type")
+            self._fail(pointer, "type", f"{quoted(kind)} is not a type")
         return self._json({"type": kind, **{k: node[k] for k in OF_TYPE[group] if k in node}})
 
     def _integer(self, pointer: str, node: Node) -> str:
@@ -456,7 +456,7 @@ class SchemaGrammar:
         return f'"[" {rest} "]"'
 
     def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
-        """Write ``low`` to ``high`` items with commas between them; if items precede, also before the first."""
+        """Write ``low`` to ``high`` items with commas between them, and before the first one if items precede it."""
         if is_after:
             return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
         tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"

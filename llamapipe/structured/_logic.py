@@ -316,7 +316,7 @@ class _Rewriter:
         return out
 
     def _evaluated(self, node: Node, pointer: str) -> Node:
-        """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` by other keywords of members and items.
+        """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` with other keywords of members and items.
 
         Members and items that a subschema evaluates only for some values are allowed for all.
         """

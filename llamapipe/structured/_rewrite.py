@@ -155,7 +155,7 @@ def _simplify(part: Node) -> None:
 
 
 def _rewrite_format(part: Node) -> str | None:
-    """Replace ``format`` by a pattern. Return the reason if it is not enforced although it should be."""
+    """Replace ``format`` with a pattern. Return the reason if it is not enforced although it should be."""
     name = part.pop("format", None)
     if not isinstance(name, str) or name in ANY_STRING or not _may_be_text(part):
         return None
@@ -227,7 +227,7 @@ MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, 
 
 
 def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[str]:
-    """Replace the keyword by listed names or a pattern of names. Yield the warning, if any."""
+    """Replace the keyword with listed names or a pattern of names. Yield the warning, if any."""
     names = target(root, part.pop("propertyNames"), is_plain=True)
     if names is True or names == {}:
         return
@@ -249,7 +249,7 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
     listed = [*properties, *(name for name in part.get("required", ()) if name not in properties)]
 
     if (listed or values is not None) and "pattern" in names:
-        # Python's own regular expressions may take for ever, and have another syntax.
+        # Python's own regular expressions may take forever, and have another syntax.
         raise InvalidRequestError(
             f"json_schema at {pointer}/propertyNames: 'pattern' is not supported beside listed names; list the names "
             "that match it"

@@ -63,7 +63,7 @@ class GuideFactory:
     """A compiled grammar, from which every request gets its own ``Guide``. Any thread.
 
     ``compile_again``: makes a second matcher of the grammar, for guides that look ahead. ``is_exhausted``: the lexer,
-    which all guides share, has reached its limit. New guides would fail at once, so make another factory.
+    which all guides share, has reached its limit. New guides would fail immediately, so make another factory.
     """
 
     is_exhausted = False

@@ -386,7 +386,7 @@ def _check_beginnings(rules: Rules) -> None:
         members = set(group)
         inner = [(rule, to, last) for rule in group for to, last in edges[rule] if to in members]
         # A rule that ends with itself, after rules that may be empty, is not left recursion. llama.cpp refuses some of
-        # these all the same: it only knows rules with an empty alternative of their own as empty.
+        # these nevertheless: it regards only rules with a direct empty alternative as empty.
         grows = any(not last for _, _, last in inner)
         if grows or (inner and _cycle_for_llama(rules, members, direct)):
             known = ", ".join(sorted(names[rule] for rule in group if rule in names))

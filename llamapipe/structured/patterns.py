@@ -82,7 +82,7 @@ _LOOK_AT_ONE = re.compile(
 
 
 def _without_look_at_one(pattern: str) -> str:
-    """Replace look-around at one character, which host names use, by a smaller class for this character."""
+    """Replace look-around at one character, which host names use, with a smaller class for this character."""
 
     def smaller(symbol: str, sign: str | None, other: str) -> str:
         if sign is None:

@@ -321,7 +321,7 @@ def _string(token: _Token) -> str:
 
 
 class _Writer:
-    """Replaces the names of rules by their bodies."""
+    """Replaces the names of rules with their bodies."""
 
     def __init__(self, grammar: _Parser) -> None:
         self._rules = grammar.rules

@@ -18,9 +18,9 @@ from llamapipe._messages import quoted
 class Utf8Assembler:
     """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
 
-    The joined results of `feed` and `finish` equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes,
-    however they are cut. Bytes that can no longer become a character are returned as U+FFFD at once, so at most three
-    bytes are held back.
+    The joined results of ``feed`` and ``finish`` equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes,
+    however they are cut. Bytes that can no longer become a character are immediately returned as U+FFFD, so at most
+    three bytes are held back.
 
     One object serves one stream. It has no lock: feed it from one thread at a time.
     """
@@ -39,7 +39,7 @@ class Utf8Assembler:
         return self._pending
 
     def feed(self, piece: bytes) -> str:
-        """Return the characters that `piece` completes, in order; often the whole piece, sometimes ``""``."""
+        """Return the characters that ``piece`` completes, in order; often the whole piece, sometimes ``""``."""
         if self._pending:
             piece = self._pending + piece
         text, n_used = utf_8_decode(piece, "replace", False)
@@ -47,7 +47,7 @@ class Utf8Assembler:
         return text
 
     def finish(self) -> str:
-        """Return U+FFFD if the input ended inside a character, else ``""``; the next `feed` starts a new text."""
+        """Return U+FFFD if the input ended inside a character, else ``""``; the next ``feed`` starts a new text."""
         if not self._pending:
             return ""
         text = self._pending.decode("utf-8", "replace")
@@ -119,7 +119,7 @@ def _n_begun(data: bytes) -> int:
 
 
 class StopChecker:
-    """Passes text through until one of `stops` is complete.
+    """Passes text through until one of ``stops`` is complete.
 
     The first stop string to be complete ends the text; if several end at the same character, the longest of them does.
     So the result does not depend on how the text was cut into parts, no look-ahead is needed, and the returned text
@@ -131,7 +131,7 @@ class StopChecker:
     Strings are compared by code points, without normalisation or case folding. One object serves one stream. It has
     no lock: feed it from one thread at a time. Checkers of equal stop strings share their tables.
 
-    Raises TypeError for a `str` in place of a sequence and for strings that are not `str`, ValueError for an empty
+    Raises TypeError for a ``str`` in place of a sequence and for strings that are not ``str``, ValueError for an empty
     stop string.
     """
 
@@ -230,7 +230,7 @@ class _Automaton:
         self.match[state] = string
 
     def _link(self) -> None:
-        """Fill `fallback`, and `match` of the states in whose tail a shorter string ends; breadth first."""
+        """Fill ``fallback``, and ``match`` of the states in whose tail a shorter string ends; breadth first."""
         queue = deque(self.children[0].values())
         while queue:
             state = queue.popleft()
@@ -252,14 +252,14 @@ _automaton = lru_cache(maxsize=64)(_Automaton)
 class TextStream:
     """Joins pieces into whole characters and ends the text before the first stop string.
 
-    The joined results of `push` and `finish` are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the stop
-    string, which is not included. `Utf8Assembler` and `StopChecker` describe which text is held back. ``skip_space``:
-    leave out a space at the beginning.
+    The joined results of ``push`` and ``finish`` are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the
+    stop string, which is not included. ``Utf8Assembler`` and ``StopChecker`` describe which text is held back.
+    ``skip_space``: leave out a space at the beginning.
 
     One object serves one request. It has no lock: feed it from one thread at a time (in the engine, the engine thread,
     once per token).
 
-    Raises TypeError and ValueError for wrong stop strings, as `StopChecker` does.
+    Raises TypeError and ValueError for wrong stop strings, as ``StopChecker`` does.
     """
 
     __slots__ = ("_assembler", "_checker", "skip_space", "stopped")

@@ -85,7 +85,7 @@ class WordPiece:
 
 
 class _Replacements(dict[int, "str | None"]):
-    """For ``str.translate``: what replaces each character, as ``replace`` tells it once."""
+    """A table for ``str.translate``, which calls ``replace`` once for each character."""
 
     def __init__(self, replace: Callable[[str], str | None]) -> None:
         super().__init__()

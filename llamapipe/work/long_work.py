@@ -172,7 +172,10 @@ class LongWork:
         return await self.run(build, values, params, *others, size=size_of([values, params]))
 
     def close(self) -> None:
-        """End the threads after their jobs; jobs that call ``check_wanted`` end early. Later work is done at once."""
+        """End the threads after their jobs; jobs that call ``check_wanted`` end early.
+
+        Later work is done immediately.
+        """
         self._is_closed = True
         self._threads.close()
 

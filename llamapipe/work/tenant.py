@@ -62,5 +62,5 @@ def own_key(key: Hashable) -> Hashable:
     if key is None:
         return cache_key(None)
     if not isinstance(key, tuple) or len(key) != 3 or not isinstance(key[1], (str, type(None))):
-        raise ValueError("its key is no key of cells")
+        raise ValueError("its key is not a key of cells")
     return cache_key(*key[1:])

@@ -155,7 +155,7 @@ class FairThreads:
         size: int = 0,
         place: Place | None = None,
     ) -> None:
-        """Call ``job``, which must not raise, on one of the threads. After ``close``, call it at once.
+        """Call ``job``, which must not raise, on one of the threads. After ``close``, call it immediately.
 
         ``is_python``: the job holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters
         of a large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: this is the only
@@ -229,7 +229,7 @@ class FairThreads:
             return job, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
-        """Note the end of a job. Return False if its thread must end. For the threads."""
+        """Record the end of a job. Return False if its thread must end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]

@@ -135,7 +135,7 @@ def google(city: str, days: int = 1) -> None:
 
     Args:
         city (str): Its name.
-            days: are no part of it.
+            days: are not part of it.
         days (Optional[int (or so)], optional): How many
             days.
 
@@ -183,7 +183,7 @@ def sphinx(city: str, days: int) -> None:
         (
             google,
             "The weather: of a city.\n\nNote that: this is text.",
-            ["Its name. days: are no part of it.", "How many days."],
+            ["Its name. days: are not part of it.", "How many days."],
         ),
         (numpy_style, "The weather of a city.", ["Its name. In English.", "How many.", "Where.", "Where."]),
         (sphinx, "The weather of a city.", ["Its name in English.", "How many."]),

@@ -94,4 +94,8 @@ def test_a_job_of_another_process(tmp_path: Path, shown: Callable[[], str]) -> N
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["batch", *arguments]) == 2
-    assert "needs" in (told := capsys.readouterr().err) or "missing" in told or "is no id of a batch" in told
+    assert (
+        "needs" in (told := capsys.readouterr().err)
+        or "missing" in told
+        or "is not the id of a batch" in told
+    )

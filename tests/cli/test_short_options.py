@@ -122,7 +122,7 @@ def test_a_key_file_without_a_key(text: str, capsys: pytest.CaptureFixture[str],
 
 
 def test_key_files_of_windows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A byte order mark is no part of the first key; what is not UTF-8 is told with the file's name."""
+    """A byte order mark is not part of the first key; what is not UTF-8 is told with the file's name."""
     keys = tmp_path / "keys"
     keys.write_bytes(b"\xef\xbb\xbfsecret\r\n")
     assert "api-key" not in said(capsys, "serve", "--api-key-file", str(keys), "--max-n", "0")

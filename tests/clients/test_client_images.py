@@ -100,7 +100,7 @@ def test_openai(url: str) -> None:
         ],
     )
     assert answer.usage.input_tokens >= plain.usage.prompt_tokens + N_ROWS
-    with pytest.raises(openai.BadRequestError, match="is no base64"):
+    with pytest.raises(openai.BadRequestError, match="is not base64"):
         ask([*parts, {"type": "image_url", "image_url": {"url": URL[:200]}}])
     with pytest.raises(openai.BadRequestError, match="no address is fetched"):
         ask([*parts, {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}])

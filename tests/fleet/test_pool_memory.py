@@ -202,7 +202,7 @@ class TestTheList:
             (["--draft", "demo"], "--draft and --models"),
             (["--lora", "a=b"], "--lora and --models"),
             (["--memory", "900TiB"], "at most"),
-            (["--memory", "x"], "no size"),
+            (["--memory", "x"], "not a size"),
         ],
     )
     def test_options_that_do_not_go_together(
@@ -221,7 +221,7 @@ class TestTheList:
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "1X", "GiB", "1e9"])
     def test_what_is_no_size(self, text: str) -> None:
-        with pytest.raises(argparse.ArgumentTypeError, match="no size"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
             byte_count(text)
 
     def test_zero_is_a_size_where_it_means_none(self) -> None:

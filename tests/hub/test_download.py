@@ -181,7 +181,7 @@ def test_the_only_model_of_a_repository(hub: SmallHub, tmp_path: Path) -> None:
             "dict(local_files_only=True)",
             "ModelLoadError some/model is not in the cache of this machine",
         ),
-        ("a/b/c", "", "{}", "ValueError 'a/b/c' is no name of a repository"),
+        ("a/b/c", "", "{}", "ValueError 'a/b/c' is not the name of a repository"),
         (REPO, "", "dict(n_gpu_layers='x')", "ModelLoadError some/model has 2 models"),
         (REPO, "m-F16.gguf", "dict(n_gpu_layers='x')", "TypeError n_gpu_layers"),
         (REPO, "m-F16.gguf", "dict(revision=5)", "TypeError revision must be a str, not int"),

@@ -68,7 +68,7 @@ def test_names_that_cannot_be_asked_for(demo_store: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 def test_a_pipe_in_the_store(demo_store: Path) -> None:
     os.mkfifo(demo_store / "manifests" / LIBRARY / "demo" / "pipe")
-    with pytest.raises(ModelLoadError, match="no file"):
+    with pytest.raises(ModelLoadError, match="not a file"):
         find_stored("demo:pipe")
 
 
@@ -77,7 +77,7 @@ def test_a_pipe_in_the_store(demo_store: Path) -> None:
     ["", "..", "../a", "a/../b", "/etc/passwd", "a:", ":b", "a b", "a/b/c/d", "a:b:c", "a\0", "-a", "é"],
 )
 def test_what_is_no_name(demo_store: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="is no name of a model of Ollama"):
+    with pytest.raises(ValueError, match="is not the name of an Ollama model"):
         find_stored(name)
 
 
@@ -171,7 +171,7 @@ def test_a_model_by_its_name(demo_store: Path) -> None:
     assert files == {path: path.read_bytes() for path in demo_store.rglob("*") if path.is_file()}
     with pytest.raises(ModelLoadError, match="no model 'other'"):
         lp.Model("ollama:other")
-    with pytest.raises(ValueError, match="is no name"):
+    with pytest.raises(ValueError, match="is not the name"):
         lp.Model("ollama:../demo")
 
 
@@ -247,7 +247,7 @@ def test_commands(demo_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for name, reason in (
         ("ollama:nobody", "no model 'nobody'"),
-        ("ollama:", "is no name"),
+        ("ollama:", "is not the name"),
         ("mario", "write ollama:mario"),
     ):
         assert main(["generate", "-m", name, "Once"]) in (1, 2)

@@ -76,7 +76,7 @@ def test_what_an_adapter_says_of_itself(tmp_path: Path, path: Path, model: lp.Mo
         assert (adapter.name, adapter.rank, adapter.alpha, adapter.n_pairs) == ("stories", 3, 6.0, 14)
         assert adapter.path == file and adapter.size_bytes == file.stat().st_size and adapter.model is model
         assert repr(adapter) == "<Adapter 'stories' rank=3 n_pairs=14>"
-        with pytest.raises(ValueError, match="has an adapter 'stories' already"):
+        with pytest.raises(ValueError, match="already has an adapter 'stories'"):
             model.load_adapter(file)
         assert [model.load_adapter(file, "b"), adapter] == model.adapters.loaded()[::-1]
     assert adapter.closed and "closed" in repr(adapter)

@@ -137,9 +137,9 @@ def test_what_it_says_of_itself(tmp_path: Path, path: Path) -> None:
             file.stat().st_size,
         )
         assert repr(vector) == "<ControlVector 'calm' layers=2-4>"
-        with pytest.raises(ValueError, match="has an adapter 'calm' already"):
+        with pytest.raises(ValueError, match="already has an adapter 'calm'"):
             model.load_control_vector(file)
-        with pytest.raises(ValueError, match="has an adapter 'calm' already"):
+        with pytest.raises(ValueError, match="already has an adapter 'calm'"):
             model.load_adapter(make_adapter(tmp_path / "l.gguf", path), "calm")
     assert not vector.closed
     with pytest.raises(InvalidRequestError, match="closed"):
@@ -155,9 +155,9 @@ F32 = np.ones(N_EMBD, np.float32)
     ("tensors", "message"),
     [
         ({}, "it has no tensors"),
-        ({"direction.0": F32}, "'direction.0' is no direction"),
-        ({"direction.01": F32}, "'direction.01' is no direction"),
-        ({"blk.1.attn_q.weight": F32}, "is no direction"),
+        ({"direction.0": F32}, "'direction.0' is not a direction"),
+        ({"direction.01": F32}, "'direction.01' is not a direction"),
+        ({"blk.1.attn_q.weight": F32}, "is not a direction"),
         ({"direction.5": F32}, "a direction for layer 5, and this model's last layer is 4"),
         ({"direction.1": F32[:32]}, "is 32, and 64 numbers fit this model"),
         ({"direction.1": np.ones((2, N_EMBD), np.float32)}, "is 64 × 2, and 64 numbers fit"),
@@ -180,7 +180,7 @@ def test_tensors_that_do_not_fit(
 
 def test_other_files_and_models(tmp_path: Path, path: Path, model: lp.Model) -> None:
     for file in (path, make_adapter(tmp_path / "l.gguf", path)):
-        with pytest.raises(ModelLoadError, match=r"no control vector \(general.architecture is 'llama'\)"):
+        with pytest.raises(ModelLoadError, match=r"not a control vector \(general.architecture is 'llama'\)"):
             model.load_control_vector(file)
     whole = make_control_vector(tmp_path / "v.gguf", N_EMBD, [1, 2])
     (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:-40])

@@ -125,7 +125,7 @@ def test_random_changes_end_nothing() -> None:
     ("given", "error", "says"),
     [
         ({"ffn_upp": "CPU"}, ValueError, "is in the name of no tensor"),
-        ({"ffn_(": "CPU"}, ValueError, "no regular expression"),
+        ({"ffn_(": "CPU"}, ValueError, "not a regular expression"),
         ({"ffn_up": "GPU7"}, BackendError, "the model may use: "),
         ({"ffn_up": 5}, TypeError, "names or Device objects, not int"),
         ({5: "CPU"}, TypeError, "patterns of type str, not int"),

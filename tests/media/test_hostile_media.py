@@ -59,7 +59,7 @@ def test_mutated_files_are_decoded_or_refused() -> None:
     )
     for name, data in whole().items():
         if name in ("sound as mp3", "sound as flac", "sound as ogg"):
-            with pytest.raises(InvalidRequestError, match=f"(?i)is {name[9:]}, and WAV files .*ffmpeg"):
+            with pytest.raises(InvalidRequestError, match=f"(?i)is {name[9:]}, and only WAV files .*ffmpeg"):
                 Given("sound", data, "here").samples(16000)
 
 

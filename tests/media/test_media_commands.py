@@ -130,7 +130,7 @@ def test_rows_name_files_of_their_folder_only(engine: lp.Engine, job: Path) -> N
     assert failed == [*range(len(good), len(good) + len(HOSTILE) + 1), len(rows) - 2, len(rows) - 1]
     assert len({results[i]["text"] for i in (*range(len(good)), len(rows) - 3)}) == 1
     for i in failed[:-2]:
-        assert "is no file in" in results[i]["error"]["message"]
+        assert "is not a file in" in results[i]["error"]["message"]
         assert str(job.parent / "secret.png") not in results[i]["error"]["message"] or i == failed[-3]
     engine.check_integrity()
 
@@ -158,7 +158,7 @@ def test_the_command_takes_a_folder_of_images(folder: Path, job: Path, tmp_path:
     )
     command += (folder / "mmproj.gguf", "-c", "512", "-n", "4", "--overwrite")
     run(*command, status=1)
-    assert "is no file in" in json.loads(out.read_text())["error"]["message"]
+    assert "is not a file in" in json.loads(out.read_text())["error"]["message"]
     run(*command, "--media-path", job)
     assert json.loads(out.read_text())["n_prompt_tokens"] > 20
     assert "there is no folder" in run(*command, "--media-path", job / "a.png", status=2).stderr

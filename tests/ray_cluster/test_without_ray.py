@@ -58,8 +58,8 @@ class TestSpec:
             ((7,), TypeError, "model must be a path"),
             (("hf:owner",), ValueError, "hf:OWNER/REPO"),
             (("m.gguf", {"n_ctxx": 1}), ValueError, "did you mean n_ctx"),
-            (("m.gguf", {"model": "x"}), ValueError, "no option of Engine"),
-            (("m.gguf", {}, {"progress": print}), ValueError, "no option of Model"),
+            (("m.gguf", {"model": "x"}), ValueError, "not an option of Engine"),
+            (("m.gguf", {}, {"progress": print}), ValueError, "not an option of Model"),
             (("m.gguf", 5), TypeError, "engine_options must be a mapping"),
             (("m.gguf", {}, {}, ["a.gguf"]), TypeError, "adapters must be a mapping from names to files"),
             (("m.gguf", {}, {}, {"a": 5}), TypeError, "the file of 'a' must be a path"),
@@ -176,7 +176,7 @@ class TestRows:
         assert "options must be an object" in out[1]["error"]
         assert "did you mean max_tokens" in out[2]["error"]
         assert out[3]["error"].startswith("ValueError")
-        assert "'prompt' is no option" in out[4]["error"]
+        assert "'prompt' is not an option" in out[4]["error"]
 
     def test_conversations(self, completer: Any) -> None:
         spoken = [[{"role": "user", "content": "The cat"}], None]

@@ -267,7 +267,7 @@ def test_clients_may_not_load_unless_the_operator_says_so(client: httpx.Client) 
     for path, more in (("load", {"lora_path": "a.gguf"}), ("unload", {})):
         answer = client.post(f"/v1/{path}_lora_adapter", json={"lora_name": "a", **more})
         assert answer.status_code == 403 and "--lora-path DIR" in answer.json()["error"]["message"]
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         ServerSettings(lora_path="no such folder")
 
 

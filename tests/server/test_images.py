@@ -145,7 +145,7 @@ def test_the_place_of_an_image_in_anthropics_requests(url: str, path: str) -> No
     text = {"type": "text", "text": "What?"}
     assert said(result, text, image).startswith("messages.2.content.2: the image cannot be decoded")
     source["data"] = "?"
-    assert said(result, image).startswith("messages.2.content.1: the text is no base64")
+    assert said(result, image).startswith("messages.2.content.1: the text is not base64")
     address = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/a.png"}}
     assert said(result, text, address).startswith(
         "messages.2.content.2: 'http://127.0.0.1:1/a.png': no address"

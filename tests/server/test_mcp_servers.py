@@ -82,7 +82,10 @@ def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             json.dumps({"mcpServers": {"a": {"command": "x", "cwd": "~no.such.user/"}}}),
             "cwd is '~no.such.user/'",
         ),
-        (json.dumps({"mcpServers": {"a": {"command": "x", "env": {"A=B": "c"}}}}), "no name of a variable"),
+        (
+            json.dumps({"mcpServers": {"a": {"command": "x", "env": {"A=B": "c"}}}}),
+            "not the name of a variable",
+        ),
         (json.dumps({"mcpServers": {"a": {"command": "x", "disabled": "yes"}}}), "disabled is 'yes'"),
         (json.dumps({"mcpServers": {"a": {"command": "x", "args": ["\ud800"]}}}), "surrogates not allowed"),
         (json.dumps({"mcpServers": {"a": {"url": "http://a:99999/"}}}), "Port out of range"),
@@ -168,7 +171,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
     [
         ({"command": "/nowhere/at-all"}, "there is no command '/nowhere/at-all'"),
         ({"command": sys.executable, "args": ["-c", "import sys; sys.exit(3)"]}, "did not start: ended"),
-        (entry("garbage"), "no messages of MCP"),
+        (entry("garbage"), "not MCP messages"),
         (entry("endless"), f"a message of more than {mcp._MOST_LINE} bytes"),
     ],
     ids=["no command", "ends", "garbage", "endless"],

@@ -167,7 +167,7 @@ def test_names_that_mean_two_things(client: Any) -> None:
 
 
 def test_a_server_that_cannot_be_used(client: Any, agent: Agent) -> None:
-    for label, problem in (("garbage", "no messages of MCP"), ("many", "lists over 1024 tools")):
+    for label, problem in (("garbage", "not MCP messages"), ("many", "lists over 1024 tools")):
         with pytest.raises(openai.APIStatusError, match=problem) as caught:
             client.responses.create(**OPTIONS, tools=[{**GOOD, "server_label": label}])
         assert (caught.value.status_code, caught.value.code) == (424, "mcp_list_tools_failed")

@@ -255,7 +255,7 @@ def test_files_of_a_folder(server: str, folder: Path) -> None:
         f"file://{folder}/../secret.png", "file:///etc/hostname", "file:///dev/zero", "file://a.png%00", "file://",
     ):  # fmt: skip
         message = problem(server, address)
-        assert "is no file in the folder of --media-path" in message
+        assert "is not a file in the folder of --media-path" in message
         assert str(folder.parent) not in message.replace(address[:80], "")  # what is shown of it
 
 
@@ -289,10 +289,10 @@ def test_private_networks(address: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"media_urls": ("*",)}, "is no host"),
-        ({"media_urls": ("http://host/",)}, "is no host"),
+        ({"media_urls": ("*",)}, "is not a host"),
+        ({"media_urls": ("http://host/",)}, "is not a host"),
         ({"media_urls": "host"}, "sequence"),
-        ({"media_path": "/nowhere"}, "is no folder"),
+        ({"media_path": "/nowhere"}, "is not a folder"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -117,7 +117,7 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
         ({"file": WAV[:20]}, "cannot be decoded"),
         ({"file": WAV, "stream": "true"}, "stream is true"),
         ({"file": WAV, "response_format": "srt"}, "there is 'json' and 'text'"),
-        ({"file": WAV, "temperature": "hot"}, "temperature is 'hot', which is no number"),
+        ({"file": WAV, "temperature": "hot"}, "temperature is 'hot', which is not a number"),
         ({"file": WAV, "temperature": "-1"}, "temperature"),
         ({"file": WAV, "max_tokens": "0"}, "max_tokens"),
         ({"file": WAV, "prompt": b"\xff"}, "prompt is not UTF-8"),
@@ -132,7 +132,7 @@ def test_refusals(url: str, fields: dict[str, str | bytes], message: str) -> Non
 
 def test_a_sound_may_have_so_many_seconds(engine: lp.Engine) -> None:
     """In a chat, too; one of another length is served."""
-    message = "the sound has 3 s; the limit of this server is 2 s (--max-sound)"
+    message = "the sound is 3 s long; the limit of this server is 2 s (--max-sound)"
     with serve(engine, settings=ServerSettings(model_names=("m",), max_sound_s=2)) as server:
         for seconds, status in ((2.0, 200), (3.0, 400)):
             code, found = send(server.url, form({"file": sound(seconds), "model": "m", "max_tokens": "2"}))

@@ -1,4 +1,4 @@
-"""The plain decode loop of one sequence with a guide: what the engine's guided output is held against."""
+"""The plain decode loop of one sequence with a guide, with which tests compare the engine's guided output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamapipe.structured._guide import Guide
 
 
 def allowed_ids(guide: Guide, n_vocab: int) -> list[int]:
-    """The tokens of a guide's mask; checks its form."""
+    """Return the tokens of a guide's mask, and check its form."""
     mask = guide.mask()
     assert mask.dtype == np.uint32 and mask.shape == ((n_vocab + 31) // 32,)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
@@ -22,7 +22,7 @@ def allowed_ids(guide: Guide, n_vocab: int) -> list[int]:
 
 
 def accepts(model: Model, guide: Guide, text: str) -> bool:
-    """Whether the guide, at its start, allows the bytes of a text one by one, and then the end."""
+    """Return whether a guide at its start allows the bytes of a text one by one, and then the end."""
     byte = _byte_tokens(model)
     try:
         for one in text.encode():
@@ -39,7 +39,7 @@ def _byte_tokens(model: Model) -> dict[int, int]:
 
 
 def forbid(row: npt.NDArray[np.float32], guide: Guide) -> None:
-    """Sets the logits of all tokens that are not allowed to minus infinity."""
+    """Set the logits of all tokens that are not allowed to minus infinity."""
     bits = np.unpackbits(guide.mask().view(np.uint8), bitorder="little")[: len(row)]
     row[bits == 0] = -np.inf
 
@@ -51,7 +51,7 @@ def guided(
     sampler: SamplerChain,
     max_tokens: int,
 ) -> tuple[list[int], bool]:
-    """What the prompt is continued with, without the end of generation, and whether it came to its end."""
+    """Return the continuation of a prompt, without the end of generation, and whether it was complete."""
     context.clear()
     context.decode(DecodeBatch.of_tokens(prompt, 0))
     tokens: list[int] = []
@@ -72,5 +72,5 @@ def guided(
 
 
 def text_of(model: Model, tokens: list[int]) -> str:
-    """The pieces' bytes as text. Raises UnicodeDecodeError for what is none."""
+    """Return the tokens' bytes as text. Raises UnicodeDecodeError for invalid bytes."""
     return b"".join(map(model.piece, tokens)).decode()

@@ -31,7 +31,7 @@ def http_client(
     timeout: float = PATIENCE_S,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
-    """A client of a server with these settings, which ends with the block."""
+    """Yield a client of a server with these settings; both end with the block."""
     with (
         serve(engine, settings=ServerSettings(**settings), embedder=embedder) as server,
         httpx.Client(base_url=server.url, timeout=timeout) as client,
@@ -47,7 +47,7 @@ def openai_client(
     api_key: str = "none",
     **settings: Any,
 ) -> Iterator[openai.OpenAI]:
-    """The same with OpenAI's client, which does not ask again."""
+    """Do the same with OpenAI's client, without retries."""
     import openai
 
     with (
@@ -58,7 +58,7 @@ def openai_client(
 
 
 def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    """The error that a request is answered with."""
+    """Return the error in the answer to a request."""
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
     error: dict[str, Any] = answer.json()["error"]
@@ -66,14 +66,14 @@ def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> di
 
 
 def post_json(url: str, path: str, body: dict[str, Any]) -> Any:
-    """The answer of the model ``m``, with the status if it is an error; reads no certificates, which takes long."""
+    """Return the answer of the model ``m``, with the status if it is an error. Loads no certificates, which is slow."""
     answer = httpx.post(url + path, json={"model": "m", **body}, verify=False, timeout=PATIENCE_S)
     return answer.json() | ({} if answer.is_success else {"status": answer.status_code})
 
 
 @contextmanager
 def _with_encoder(path: Path, n_ctx: int = 4096, **settings: Any) -> Iterator[str]:
-    """The URL of a server of a model, which gets a template with tools, and of a small BERT."""
+    """Yield the URL of a server of a model, which gets a template with tools, and of a small BERT."""
     with (
         lp.Model(path, chat_template=template(TOOLS_TEMPLATE).text) as model,
         lp.Engine(model, n_ctx=n_ctx, n_seq_max=8) as engine,
@@ -85,18 +85,18 @@ def _with_encoder(path: Path, n_ctx: int = 4096, **settings: Any) -> Iterator[st
 
 
 def demo_server(folder: Path, *names: str) -> AbstractContextManager[str]:
-    """The URL of a server whose model knows tools and can fill in, and of an encoder, under these names."""
+    """Serve a model under these names that knows tools and can fill in the middle, and an encoder. Yields the URL."""
     path = infilling_model(folder / "demo.gguf")
     return _with_encoder(path, model_names=names, embedding_names=("text-embedding-3-small",))
 
 
 def ollama_server(folder: Path) -> AbstractContextManager[str]:
-    """The same with Ollama's API: the models ``gemma4`` and ``bert``."""
+    """Do the same with Ollama's API and the models ``gemma4`` and ``bert``."""
     path = infilling_model(folder / "demo.gguf")
     return _with_encoder(path, model_names=("gemma4",), embedding_names=("bert",), ollama=True)
 
 
 def terse_server(folder: Path) -> AbstractContextManager[str]:
-    """The URL of a server whose model, ``terse`` or ``other``, gives short values where JSON is forced."""
+    """Serve a model, ``terse`` or ``other``, that gives short values where JSON is forced. Yields the URL."""
     path = terse_model(folder / "terse.gguf")
     return _with_encoder(path, n_ctx=8192, model_names=("terse", "other"), ollama=True)

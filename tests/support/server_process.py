@@ -16,9 +16,10 @@ Server = TypeVar("Server", bound="ServerProcess")
 
 
 class ServerProcess:
-    """A server on a free port; ``url`` is known when it answers. ``arguments``: of the command, after ``serve``.
+    """A server on a free port; ``url`` is known when it answers.
 
-    ``lines``: what it has said until then. ``log``: the file for its standard error, a temporary one by default.
+    ``arguments``: the command's arguments after ``serve``. ``lines``: its output up to then. ``log``: the file for its
+    standard error, a temporary one by default.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class ServerProcess:
         self.kill()
 
     def log(self) -> str:
-        """What it has written to standard error."""
+        """Return what it has written to standard error."""
         return Path(self._log.name).read_text()
 
     def end(self) -> None:
-        """Ends it with SIGTERM and waits, as a restart of the service does. ``kill`` closes its pipes."""
+        """End it with SIGTERM and wait, as a restart of the service does. ``kill`` closes its pipes."""
         self.process.terminate()
         self.process.wait(timeout=300)
 
     def kill(self) -> None:
-        """Ends it at once, as a crash does. A second call does nothing."""
+        """End it immediately, as a crash does. A second call does nothing."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None

@@ -81,7 +81,7 @@ def _refusal(code: str) -> HTTPException:
 
 @contextmanager
 def small_hub(files: Files) -> Iterator[SmallHub]:
-    """Serves these files while the block runs."""
+    """Serve these files until the block ends."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         hub = SmallHub(files, "http://127.0.0.1:{1}".format(*listening.getsockname()))
         server = uvicorn.Server(uvicorn.Config(hub.application, log_config=None, log_level="critical"))

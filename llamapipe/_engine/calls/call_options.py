@@ -43,7 +43,7 @@ class CallOptions:
         return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
 
     def in_time(self) -> limited:
-        """End long work inside ``with`` at the deadline with ExpiredError, if ``on_timeout`` is ``"raise"``."""
+        """If ``on_timeout`` is ``"raise"``, end long work in the ``with`` block at the deadline with ExpiredError."""
         return limited(Limit(self._check, self.deadline if self.on_timeout == "raise" else None))
 
     def _check(self) -> None:

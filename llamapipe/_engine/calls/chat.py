@@ -1,4 +1,4 @@
-"""From a conversation to a checked prompt, and from generated text to an answer.
+"""Turns conversations into checked prompts, and generated text into answers.
 
 Open this file to change how messages, tools and a response format become a prompt and a grammar.
 
@@ -276,7 +276,7 @@ class ChatBuilder:
         return messages, tokens, spans
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
-        """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item``."""
+        """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item`` does."""
         messages, mark, media, _ = self._taken_media(_of_user(messages), True, None)
         tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
         return len(in_prompt(tokens, media)[0]) if media else len(tokens)

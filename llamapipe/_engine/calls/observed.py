@@ -18,7 +18,7 @@ from llamapipe.types import ObservedRequest
 
 
 class _Observed:
-    """The requests of one prompt; see ``ObservedRequest``. It replaces their sinks by sinks that record times."""
+    """The requests of one prompt; see ``ObservedRequest``. It replaces their sinks with sinks that record times."""
 
     __slots__ = ("_requests", "_sinks", "operation")
 

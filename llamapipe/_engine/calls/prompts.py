@@ -1,4 +1,4 @@
-"""From prompts and params to checked requests.
+"""Turns prompts and params into checked requests.
 
 Open this file to change what a prompt may be, when it is refused, or which fields of a request follow from params.
 
@@ -71,9 +71,9 @@ class RequestBuilder:
     """Checks prompts and params against one engine's model and context length, and builds requests. Any thread.
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
-    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses, and
-    ``drafts_media``: after images and sounds as well. ``allowed``: the adapters that requests may name; empty: all that
-    the model has loaded. ``n_ubatch``: the maximum number of tokens computed at once.
+    ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses.
+    ``drafts_media``: whether it does so after images and sounds. ``allowed``: the adapters that requests may name;
+    empty: all that the model has loaded. ``n_ubatch``: the maximum number of tokens computed at once.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class RequestBuilder:
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
-        """Refuse one sequence of too many token ids after a look at the first id only."""
+        """Refuse a sequence of too many token ids. Only its first id is read."""
         if isinstance(prompt, (list, tuple)):
             first = prompt[0] if prompt else None
         elif getattr(prompt, "ndim", None) == 1:
@@ -274,7 +274,7 @@ class RequestBuilder:
             yield partial(self.make_requests, portion)
 
     def make_requests(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
-        """Make the ``n`` requests of each item, which one ``(index, Completion)`` answers together."""
+        """Make the ``n`` requests of each item; one ``(index, Completion)`` answers them together."""
         groups: dict[int, list[Request]] = {}
         for index, item in items.items():
             tokens, params = item.tokens, item.sampler_factory.params
@@ -423,7 +423,7 @@ class RequestBuilder:
 
 
 def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
-    """Return the adapters that compute a text from its first token on, and the activation of others."""
+    """Return the adapters that compute a text from its first token onward, and the activation of others."""
     if adapters is None or not adapters.invocation:
         return adapters, None
     return adapters.before, Activation(adapters, adapters.invocation)

@@ -39,8 +39,8 @@ class QueueLimit:
         self.limit = limit
         self._inside: dict[Request, float] = {}  # and when they entered
         self._times = TimeCounter()
-        # Of callers only. A Condition would run Python code while it is held. Reentrant, as all locks of callers: a
-        # destructor or signal handler that uses the engine may run while its thread holds the lock.
+        # Held by callers only. A Condition would run Python code while it is held. Reentrant, like all locks of
+        # callers: a destructor or signal handler that uses the engine may run while its thread holds the lock.
         self._entering = Lock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
 
@@ -90,7 +90,7 @@ class QueueLimit:
             woken.acquire()
             self._waiters.append(woken.release)
             try:
-                if self.try_enter(request):  # room may have come free before the waiter was added
+                if self.try_enter(request):  # room may have become free before the waiter was added
                     return
                 left_s = None if deadline is None else deadline - perf_counter()
                 if left_s is not None and left_s <= 0:
@@ -122,7 +122,7 @@ class QueueLimit:
                 raise ExpiredError("no room came free in the queue within the timeout")
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Note that requests have a slot, or ended without one, and wake waiting callers. Engine thread."""
+        """Record that requests have a slot, or ended without one, and wake waiting callers. Engine thread."""
         now = perf_counter()
         for request in requests:
             if request.left_queue_at is None:  # a preempted request leaves the queue again

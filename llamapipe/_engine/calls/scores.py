@@ -1,4 +1,4 @@
-"""From prompts and continuations to the requests that score them, and back to the result's shape.
+"""Turns prompts and continuations into requests that score them, and gives the result its shape.
 
 Open this file to change what ``score``, ``score_tokens`` or ``perplexity`` computes together.
 
@@ -42,7 +42,7 @@ T = TypeVar("T")  # the result of a call
 _BEFORE_SPACES = tuple(":?=>")
 _FIRST_WITHOUT_SPACES = "\u2e80"  # from here on, scripts have no spaces between words
 _log = logging.getLogger("llamapipe")
-_N_LEAST = 8  # least continuations per request, since each request copies the context's cells
+_N_LEAST = 8  # minimum continuations per request, because each request copies the context's cells
 Shaped = Score | list[Score] | list[list[Score]] | list[Score | list[Score]]
 
 

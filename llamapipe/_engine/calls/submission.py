@@ -1,11 +1,11 @@
-"""How the requests of a call enter the engine loop, and how their results are collected.
+"""Brings the requests of a call into the engine loop, and collects their results.
 
 Open this file when a call hangs, loses a result, or leaves requests running after its caller has gone.
 
 The principle: a call goes through this file once. Its options and prompts are checked before anything is queued
 (``call_options``, ``RequestBuilder``). Its requests are made, enter the queue when there is room (``QueueLimit``) and
 are submitted. Its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at
-any line (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
+any point (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Submission:
             self._submit_cancelled(pending)
 
     def _submit_cancelled(self, pending: Pending[T]) -> None:
-        """Submit, as cancelled, the requests left at the deadline. They end at once, without a token."""
+        """Submit, as cancelled, the requests left at the deadline. They end immediately, without a token."""
         if pending.unsubmitted:
             self.cancel(pending.unsubmitted)
             self._engine_thread.submit(*pending.unsubmitted, of_list=pending.is_long)

@@ -126,7 +126,7 @@ class Embeddings(Protocol):
 
 
 class MediaRows(NamedTuple):
-    """Batch entries from ``first`` on that hold ``n`` rows of ``source``, from row ``begin`` on."""
+    """Batch entries from ``first`` onward that hold ``n`` rows of ``source``, from row ``begin`` onward."""
 
     first: int
     n: int
@@ -135,7 +135,7 @@ class MediaRows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens of a sequence from ``begin`` to before ``end``, which stand for the rows of ``source``.
+    """The tokens ``[begin, end)`` of a sequence, which stand for the rows of ``source``.
 
     The tokens are numbers from ``MEDIA_FROM`` to -1 that depend on the content alone. So code that compares tokens,
     such as the prefix tree, need not know about images.
@@ -147,7 +147,7 @@ class Span(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """An activated LoRA: ``adapters`` compute a text from the last occurrence of the tokens ``invocation`` on."""
+    """An activated LoRA: ``adapters`` compute from the last occurrence of the tokens ``invocation`` onward."""
 
     adapters: Hashable
     invocation: tuple[int, ...]
@@ -246,8 +246,8 @@ class Request:
 
     ``tokens``: the prompt, as a list that the request owns from now on.
 
-    Only the engine thread changes a request, except ``token_budget`` and ``cancelled``, which its consumer sets, and
-    ``reopen``. Some fields of the specification are also attributes, because every step reads them.
+    Only the engine thread changes a request, except that its consumer sets ``token_budget`` and ``cancelled``, and may
+    call ``reopen``. Some fields of the specification are also attributes, because every step reads them.
     """
 
     __slots__ = (  # noqa: RUF023
@@ -307,7 +307,7 @@ class Request:
         self.n_certain = -1  # its cells before the guesses of its last step, if its state there was copied
         self.n_cached = 0  # tokens of the prompt that were in cells when it got its first slot
         self.n_lent = 0  # how often its slot was lent while its token was drawn
-        self.late_s = 0.0  # how long its tokens were drawn after their steps, since it has its slot
+        self.late_s = 0.0  # how long its tokens were drawn after their steps, since it got its slot
         # Where steps end, so that its state is saved there; in order, after ``n_past``.
         self.places: list[int] = []
         self.uses_cache = spec.uses_cache  # until its cells are shifted
@@ -347,7 +347,7 @@ class Request:
 
     @property
     def n_next(self) -> int:
-        """The number of tokens without a KV cell before the next of its places, or its end."""
+        """The number of tokens without a KV cell before its next place or its end."""
         return (self.places[0] if self.places else len(self.tokens)) - self.n_past
 
     @property
@@ -408,7 +408,7 @@ class Request:
         return n
 
     def drop_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Drop the tokens from ``begin`` to before ``end``, and only whole spans. Return the range that was dropped."""
+        """Drop the tokens ``[begin, end)``, but only whole spans. Return the range that was dropped."""
         for span in self.spans:
             if span.begin < begin < span.end:
                 begin = span.begin
@@ -458,7 +458,7 @@ class Request:
 
 
 class Remove(NamedTuple):
-    """Remove the cells of a sequence from ``position`` on.
+    """Remove the cells of a sequence from ``position`` onward.
 
     ``state``: the key of a state that was saved at that position; -1: none. In that case, a memory that cannot go back
     has nothing to remove, or its state is stale.
@@ -536,7 +536,7 @@ class Forget(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """Remove the cells of a sequence at the positions from ``begin`` to before ``end``, and move those after them."""
+    """Remove a sequence's cells at the positions ``[begin, end)``, and move the cells after them."""
 
     slot: int
     begin: int
@@ -579,8 +579,8 @@ class CellChanges(NamedTuple):
     """The outcome of a batch of memory operations.
 
     ``lost``: sequences that have no cells now, because an operation on them was not possible. ``saved``: the keys of
-    the sequences and states to be saved, with their bytes; None: not saved. ``stale``: sequences whose state belongs to
-    a later place than the one to go back to; their cells are unchanged.
+    the sequences and states to be saved, with their sizes in bytes; None: not saved. ``stale``: sequences whose state
+    belongs to a later place than the one to go back to; their cells are unchanged.
     """
 
     lost: set[int]
@@ -610,8 +610,8 @@ class Cells:
     ``request``: the request that uses them now. ``key``: the key of saved cells. ``pinned``: the cells are saved and
     must not be dropped. ``n_exact``: see Request; set once the request has left. ``n_known``: the tokens that the tree
     knows, including those not computed yet. ``n_shifted``: the number of cells that the last shift left, whose keys are
-    rotated by the step that computes the next cell; -1: there was no shift. ``floor``: the place that the sequence can
-    go back to and no further, because copied cells of a sliding window lack those that the window had left.
+    rotated by the step that computes the next cell; -1: there was no shift. ``floor``: the earliest place that the
+    sequence can go back to, because copied cells of a sliding window lack the cells that had left the window.
     ``is_stale``: its state does not belong to its end. ``places``: the places of its request. ``n_offered``: how many
     cells were offered to be kept elsewhere. ``is_held``: its conversation continues soon.
     """
@@ -647,7 +647,7 @@ class Cells:
 
 
 class ScoredRows(NamedTuple):
-    """Rows that score a request's own tokens: the batch ``entries``, for its positions from ``first`` on."""
+    """Rows that score a request's own tokens: the batch ``entries``, for its positions from ``first`` onward."""
 
     request: Request
     targets: LogprobTargets

@@ -1,4 +1,4 @@
-"""Which KV cells hold which tokens, and how to change the cells.
+"""Tracks which KV cells hold which tokens, and decides how the cells change.
 
 Open this file to change what is reused, saved or evicted.
 
@@ -104,7 +104,7 @@ class HostStore:
         self._entries.move_to_end(key)
 
     def give_up(self, key: int) -> None:
-        """Note that an entry is no longer useful, so it is evicted first."""
+        """Record that an entry is no longer useful, so it is evicted first."""
         self._entries.move_to_end(key, last=False)
 
     def drop(self, key: int) -> None:
@@ -138,8 +138,8 @@ class SavedState:
 MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
 # In tokens. Templates begin an answer differently from one that they render later, so the last state is before the end.
 _BEFORE_END = 4
-_LEAST_BETWEEN = 16  # two states; computing fewer costs about as much as a step that ends at a state
-# Between two states of a long prompt, or a multiple; most prompts have a step that ends there.
+_LEAST_BETWEEN = 16  # tokens between two states; computing fewer costs about as much as an extra step
+# Tokens between two states of a long prompt, or a multiple; most prompts have a step that ends there.
 _INTERVAL = 512
 _STATE_SHARE = 0.5  # of the budget of host memory
 _PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
@@ -258,7 +258,7 @@ class KvCache:
         return self._store.budget + self._states.budget
 
     def n_bytes_of(self, n: int) -> int:
-        """Return about how many bytes ``n`` saved cells take."""
+        """Return the approximate size in bytes of ``n`` saved cells."""
         return int(n * self._cell_bytes) + self._fixed_bytes
 
     def n_saved_cells(self, key: int) -> int:
@@ -337,7 +337,7 @@ class KvCache:
         elif (n != end or self.exact_multiple) and (end > self._window or cells.floor):
             needs_slot = True
             is_there = cells.slot >= 0 and (self._shares_cells or cells.request is None)
-            # A copy of the last window has its cells elsewhere, so its rows are rounded otherwise.
+            # A copy of the last window has its cells elsewhere, so its rows are rounded differently.
             floor = UNLIMITED if self.exact_multiple and cells.floor else cells.floor
             n = n if is_there and n >= floor else 0
         n = self._n_ready(cells, n, request)
@@ -461,7 +461,7 @@ class KvCache:
         self.memory_ops.append(Forget(key, evicted))
 
     def computed_alone(self, request: Request, n: int) -> None:
-        """Note that a step computed a request's last ``n`` cells and nothing else."""
+        """Record that a step computed a request's last ``n`` cells and nothing else."""
         if self.exact_multiple is not None and request.n_exact == request.n_past - n:
             request.n_exact += n // self.exact_multiple * self.exact_multiple
 
@@ -476,11 +476,12 @@ class KvCache:
     def place(self, request: Request, match: PrefixMatch) -> None:
         """Give a request a free slot and fill it with the prefix that was found."""
         source, n, state = match.cells, match.n, match.state
+        # What was found may have been dropped since.
         if (
             (source is not None and source not in self._tree)
             or (state is not None and state.key not in self._states_by_key)
             or (match.needs_slot and source is not None and source.slot < 0)
-        ):  # it was dropped since
+        ):
             source, n, state = None, 0, None
         stays = match.needs_slot and not self._shares_cells
         slot = source.slot if stays and source is not None else self._choose(source)
@@ -488,7 +489,7 @@ class KvCache:
         request.slot = slot
         if state is not None:
             self._states.use(state.key)
-            state.pinned = True  # until its operation stands in the list
+            state.pinned = True  # until its operation is in the list
         key = -1 if state is None else state.key
         floor = 0
         if source is not None and source.slot == slot:
@@ -501,7 +502,7 @@ class KvCache:
                 self._tree.remove(source)
                 self.memory_ops.append(Remove(slot, n, key))
             if n_after and n > self._window > 0 and not self._shares_cells:
-                # Others that part here from what this slot had cannot go back in it any more.
+                # Prompts that diverge here from the slot's earlier tokens can no longer go back in it.
                 self._save_state(slot, request.cell_keys()[:n], request.spec.cache_key, match.n_exact)
         else:
             if slot in self.parked:
@@ -607,12 +608,12 @@ class KvCache:
         self._n_parked_cells += n
 
     def touch(self, cells: Cells | None) -> None:
-        """Note that cells are about to be used."""
+        """Record that cells are about to be used."""
         if cells is not None and cells.slot in self.parked:
             self.parked.move_to_end(cells.slot)
 
     def truncate(self, request: Request, n: int, of_last_step: bool = False) -> None:
-        """Remove a request's cells from ``n`` on, because its tokens from ``n`` on were changed.
+        """Remove a request's cells from ``n`` onward, because its tokens from ``n`` onward were changed.
 
         ``of_last_step``: the last step computed all of these cells in one ubatch.
         """
@@ -629,7 +630,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def _go_back(self, request: Request, cells: Cells, n: int, of_last_step: bool) -> None:
-        """Remove a request's cells from ``n`` on, or from the last earlier place where it can be continued."""
+        """Remove a request's cells from ``n`` onward, or from the last earlier place where it can be continued."""
         if of_last_step and request.n_certain >= 0:
             n = request.n_certain
             self.memory_ops.append(GoBack(request.slot, n))
@@ -666,7 +667,7 @@ class KvCache:
         request.cells.n_shifted = request.n_past
 
     def lost(self, slot: int, request: Request | None) -> None:
-        """Note that a slot has lost its cells. Its request, if it has one, computes them again."""
+        """Record that a slot has lost its cells. Its request, if it has one, computes them again."""
         cells = None if request is None else request.cells
         if slot in self.parked:
             self._tree.remove(self._unpark(slot))
@@ -676,7 +677,7 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def became_stale(self, slot: int) -> None:
-        """Note that the state of a parked sequence is not that of its end.
+        """Record that the state of a parked sequence is not that of its end.
 
         Other states can still continue its cells.
         """
@@ -806,9 +807,8 @@ class KvCache:
                 unused = self._described(cells)
                 if not has_media(unused.tokens):
                     yield unused
-        for key in (
-            () if self._has_cells else reversed(list(self._states))
-        ):  # a state is all that its tokens need
+        # Without cells, a state is all that its tokens need.
+        for key in () if self._has_cells else reversed(list(self._states)):
             state = self._states_by_key[key]
             tokens = self._state_tree.tokens_of(state)
             if (again or not state.n_offered) and not has_media(tokens):
@@ -943,7 +943,7 @@ class KvCache:
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
     def saved(self, key: int, n_bytes: int | None) -> None:
-        """Note the size of a sequence or a state that was saved; None: it could not be saved."""
+        """Record the size of a sequence or a state that was saved; None: it could not be saved."""
         state = self._states_by_key.get(key)
         if state is not None:
             if n_bytes is None:

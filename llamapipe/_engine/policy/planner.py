@@ -86,7 +86,7 @@ class PrefillBudget:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
-        """Return the maximum prompt tokens of a step in which requests decode, for a prompt part from this position on.
+        """Return the maximum prompt tokens of a step with decoding requests, for a prompt part from this position.
 
         ``n_turns``: how many such steps may come between two tokens of a stream, and so share the time.
         """
@@ -246,7 +246,7 @@ class BatchBuilder:
             return False
         n_step = n_next = 0
         for request in running.prefilling:
-            # How much of it a step can have is not known here; or it is not all.
+            # A step may not take the whole prompt: spans and other adapters divide it.
             if request.spans or request.n_past < request.active_from < len(request.tokens):
                 return False
             if request.batch_plan is not None and request.batch_plan.in_flight:
@@ -442,7 +442,7 @@ def _reserved(prefilling: Sequence[Request], budget: int) -> int:
 
 
 def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:
-    """Return how many of the ``n`` tokens from ``first`` on to schedule, and the positions whose rows are wanted.
+    """Return how many of the ``n`` tokens from ``first`` onward to schedule, and the positions whose rows are wanted.
 
     At most ``n_rows`` positions are returned, so fewer than ``n`` tokens may be scheduled.
     """

@@ -117,7 +117,7 @@ class PrefixTree(Generic[H]):
             node = parent
 
     def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Yield holders of a key and how many tokens each shares with a prompt, at most ``limit``; the most first.
+        """Yield a key's holders with the number of prompt tokens that each shares, at most ``limit``; longest first.
 
         Among holders that share equally many, yields the newest few.
         """
@@ -126,7 +126,7 @@ class PrefixTree(Generic[H]):
                 yield n, holder
 
     def prefixes(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Yield the lengths and the holders of a key whose at most ``limit`` tokens begin a prompt, the longest first.
+        """Yield the lengths and holders of a key that are prefixes of a prompt, at most ``limit`` long; longest first.
 
         Among holders with the same tokens, yields the newest.
         """
@@ -152,7 +152,7 @@ class PrefixTree(Generic[H]):
         return path
 
     def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
-        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few that do."""
+        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few such holders."""
         node: _Node[H] | None = self._ends[holder]
         while node is not None and node.parent is not None and len(node.holders) == 1:
             n -= len(node.tokens)

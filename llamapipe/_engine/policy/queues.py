@@ -34,14 +34,14 @@ class _Share:
     __slots__ = ("end", "heap", "lent", "n_new", "n_queued")
 
     def __init__(self) -> None:
-        # Removed ones stay until they are the first.
+        # Removed requests stay in the heaps until they come first.
         self.heap: _Heap = []
         self.lent: _Heap = []  # those that have lent their slots
         self.n_queued = self.n_new = self.end = 0
 
 
 class Waiting:
-    """The requests without a slot, in three lists, and the request whose turn it is.
+    """The requests without a slot, and the request whose turn it is.
 
     Requests with a higher priority come first. Among equal priorities the queue is fair to shares, and within a share
     to callers (start-time fair queueing, Goyal et al. 1996): each request starts where the caller's previous request
@@ -49,9 +49,9 @@ class Waiting:
     of a long list, and single requests keep their order of arrival. The same holds for shares, with the tokens of their
     admitted requests: a client with a thousand calls delays another client's call by one request.
 
-    Requests that have lent their slots, because their tokens come late, return before requests of their share that
-    never did, but only to ``most_lent`` slots: other requests of the same client get the rest. Requests that lent their
-    slots least often come first.
+    A request that has lent its slot, because its token was late, returns before requests of its share that never did.
+    Such requests hold at most ``most_lent`` slots; the share's other requests get the rest. Among them, the request
+    that has lent its slot least often comes first.
 
     ``queued``: requests that could be admitted now. ``paused``: preempted requests whose token budget is used up.
     ``preparing``: new requests until their images and sounds are encoded, or their prefix is read from disk. All other
@@ -64,16 +64,16 @@ class Waiting:
         self.paused: set[Request] = set()
         self.preparing: set[Request] = set()
         self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
-        # Those with requests that are queued or not admitted yet.
+        # The shares with requests that are queued or not admitted yet.
         self._shares: defaultdict[Hashable, _Share] = defaultdict(_Share)
         self._next: Request | None = None  # the one to admit first, if that is known
-        self._share_now = 0  # where the share starts of which a request was admitted last
+        self._share_now = 0  # the start of the share whose request was admitted last
         # By leader: the followers, and the cells that each waits for.
         self._followers: dict[Request, dict[Request, int]] = {}
         self.n_followers = 0
         self._ends: dict[object, int] = {}  # by caller: where its last request ends
         self._n_of: dict[object, int] = {}  # by caller: its requests that were not admitted yet
-        self._now = 0  # where the request starts that was admitted last
+        self._now = 0  # the start of the request that was admitted last
 
     def __repr__(self) -> str:
         return f"<Waiting queued={len(self.queued)} followers={self.n_followers} paused={len(self.paused)}>"
@@ -98,14 +98,14 @@ class Waiting:
             request = self._first_in((*self._shares.values(),)[0])[1]
         else:
             request = min(map(self._first_of, self._waiting_shares()))[-1]
-        # While both of its lines wait, it depends on who runs.
+        # While both heaps have requests, the choice depends on which requests run.
         share = self._shares[request.spec.share]
         if not (share.heap and share.lent):
             self._next = request
         return request
 
     def lends_much(self, share: Hashable) -> bool:
-        """Return whether requests that have lent their slots hold more than ``most_lent`` slots."""
+        """Return whether a share's requests that have lent their slots hold more than ``most_lent`` slots."""
         return self._n_lent(share) > self._most_lent
 
     def _n_lent(self, share: Hashable) -> int:
@@ -183,7 +183,7 @@ class Waiting:
             self.paused.remove(request)
 
     def admitted(self, request: Request) -> None:
-        """Note that a request has a slot, or ended without one. A second call for a request does nothing."""
+        """Record that a request has a slot, or ended without one. A second call for a request does nothing."""
         self._now = max(self._now, request.turn[1])
         caller, request.caller = request.caller, None
         if caller is None:
@@ -390,7 +390,7 @@ class Running:
             self.add(request)
 
     def recompute(self, request: Request) -> None:
-        """Note that a request lost its cells, so all its tokens must be computed again."""
+        """Record that a request lost its cells, so all its tokens must be computed again."""
         request.n_past = request.n_exact = 0
         if request.state is State.RUNNING and request not in self.drawing:
             self.take(request)

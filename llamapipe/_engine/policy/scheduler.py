@@ -164,7 +164,7 @@ class Scheduler:
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be in flight. Decoding needs the tokens of the previous step; scoring does not."""
+        """The maximum number of steps in flight. Decoding needs the previous step's tokens; scoring does not."""
         builder = self.batch_builder
         # The cheap question first.
         if builder.depth <= builder.n_micro_batches or not self._running.only_scores:
@@ -206,7 +206,7 @@ class Scheduler:
         self.cache.learn(parent)
 
     def prepared(self, request: Request) -> None:
-        """Note that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
+        """Record that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
             self._waiting.remove(request)
@@ -327,7 +327,7 @@ class Scheduler:
         within a share. Otherwise a request with a slow constraint would wait before every token. If the waiting request
         has also been late, the grace period is at most twice that of the waiting request. There is no grace period if
         the waiting request belongs to another share, or if it has never lent its slot while requests that did hold more
-        than half of the slots. ``lateness``: how long its tokens have taken, where 1 counts as late the first time.
+        than half of the slots. ``lateness``: how long its tokens have taken, as a multiple of the first grace period.
 
         Returns whether the slot was lent.
         """
@@ -646,7 +646,7 @@ class Scheduler:
     def observe(self, plan: BatchPlan, seconds: float, turn_s: float | None = None) -> None:
         """Learn the time of a step, from its launch until its tokens were sampled.
 
-        ``turn_s``: of its whole turn of the loop, which callers wait for; None: the same.
+        ``turn_s``: the time of the loop's whole turn, which callers wait for; None: the same.
         """
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
@@ -683,7 +683,10 @@ class Scheduler:
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
     def cells_changed(self, changes: CellChanges) -> bool:
-        """Note the outcome of ``cache.memory_ops``. Return False if a sequence lost its cells and is computed again."""
+        """Record the outcome of ``cache.memory_ops``.
+
+        Return False if a sequence lost its cells and is computed again.
+        """
         for key, n_bytes in changes.saved:
             self.cache.saved(key, n_bytes)
         lost = set(changes.lost)
@@ -708,7 +711,7 @@ class Scheduler:
             return True
         none_paused = not self._running.paused
         preempted = self._preempt_least()
-        # A request that was running would be admitted again at once, and fail again.
+        # A request that was running would be admitted again immediately, and fail again.
         self._full = preempted is not None and none_paused
         return preempted is not None
 

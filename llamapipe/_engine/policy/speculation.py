@@ -24,13 +24,13 @@ the last tokens (``Gate.keeps_states``), which makes every step slower, or the s
 with the token after them.
 
 A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It chooses the number of guessed
-tokens that gives the most tokens a second, which may be none. Guesses are made only for steps in which all requests
-decode, since prompts use a step better.
+tokens that gives the most tokens per second, which may be none. Guesses are made only for steps in which all requests
+decode, since prompts make better use of a step.
 
-What a step costs is the time of a whole turn of the loop, with planning, delivery and what wakes callers: these are
-what a caller waits for. A draft takes time, too, so it replaces surer and free guesses only where that brings
-more tokens a second. And because what is expected of a draft may be wrong, drafts have a credit (``Gate``): they may
-lose little more than ``_REFILL`` of the time, however bad they are. Pure policy.
+The cost of a step is the time of a whole turn of the loop, including planning, delivery and waking callers: a caller
+waits for all of these. A draft takes time, too, so it replaces surer and free guesses only where that brings more
+tokens per second. Because the expectations of drafts may be wrong, drafts have a credit (``Gate``): they may lose
+little more than ``_REFILL`` of the time, however bad they are. Pure policy.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until
 _LEAST_GAIN = 1.03
 _LEAST_CHANCE = 0.15  # of a token to be used at all
 _RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
-# The most of them before a draft. They double with each draft in vain. After a longer pause the next one costs more.
+# The limit of ``_RETRY``, which doubles with each useless draft. After a longer pause the next draft costs more.
 _MOST_RETRY = 3200
 _LONGEST_PAUSE = 32  # decisions without drafts, after several against them
-# Of drafts, in times of a step without guesses: what they may lose at first, what each step adds, and the most of it.
+# The credit of drafts, in times of a step without guesses: at first, added by each step, and at most.
 _CREDIT, _REFILL, _MOST_CREDIT = 3.0, 0.005, 6.0
-_LOOK_AGAIN = 32  # drafts, after which a step has none: what a step without takes may have changed
+_LOOK_AGAIN = 32  # drafts, after which a step has none: the time of a step without drafts may have changed
 MOST_COPIES = 4  # of states, for the requests of a step: each is as large as thousands of cells
 FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
 
@@ -79,8 +79,8 @@ class Guess(NamedTuple):
 class Worth(NamedTuple):
     """The worth of a step's tokens, for a draft that must end where the next token is not worth computing.
 
-    ``rate``: tokens a second that are expected with the draft. ``row_s``: seconds of each further row of the step. So a
-    token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
+    ``rate``: tokens per second that are expected with the draft. ``row_s``: seconds of each further row of the step. So
+    a token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
     """
 
     rate: float = 0.0
@@ -90,7 +90,7 @@ class Worth(NamedTuple):
 class Mean:
     """A running mean over about ``n_most`` values, the newest of which counts most.
 
-    It begins as ``n`` times ``mean``.
+    It starts as if ``mean`` had been observed ``n`` times.
     """
 
     __slots__ = ("_n_most", "mean", "n")
@@ -115,13 +115,13 @@ class Drafter(Protocol):
     took_s: float
 
     def begin(self) -> None:
-        """Note that the next step is being decided on: from here on, time is the draft's."""
+        """Record that the next step is being decided on: from here on, time is the draft's."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
         """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
 
     def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
-        """Return the expected seconds of ``draft``, with a share of what later drafts need too, or the ``whole``."""
+        """Return the expected seconds of ``draft``, with a share, or the ``whole``, of work for later drafts."""
 
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> Mapping[Request, Sequence[int]]:
         """Return the drafted tokens of each request, at most the chosen number, perhaps none. Never raises."""
@@ -133,9 +133,9 @@ class Drafter(Protocol):
 class StepTimes:
     """The smoothed seconds of a step, by its number of tokens.
 
-    The first step with a number of tokens may be slow because its graph is new. So it counts half, and the next two
-    count as much. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time
-    of that one.
+    The first step with a number of tokens may be slow because its graph is new. So it counts half, and so do the next
+    two. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time of that
+    one.
     """
 
     def __init__(self, least_part: float = _LEAST_PART) -> None:
@@ -151,7 +151,7 @@ class StepTimes:
         before = self._seconds.get(n)
         expected = self.of(n) if before is None else before
         if expected:
-            # A step that waited for a core says little: slow ones count less than fast ones.
+            # A step that waited for a core says little, so slow steps count less than fast ones.
             seconds = min(seconds, 2 * expected)
         if before is None:
             self._ns.insert(bisect_left(self._ns, n), n)
@@ -199,7 +199,7 @@ def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
 
 
 def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
-    """Return the choices among guesses of which a request may have two; the last one has the most drafts."""
+    """Return the sets of guesses to choose from, if a request may have two; the last set has the most drafts."""
     ready = {guess.request: guess for guess in guesses if not guess.is_draft}
     drafts = {guess.request: guess for guess in guesses if guess.is_draft}
     if not ready or not drafts:
@@ -218,7 +218,7 @@ def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
 
 
 class _Choice(NamedTuple):
-    """How many tokens of each guess are worth it, perhaps none, and the tokens a second that are expected then.
+    """The number of tokens of each guess that are worth computing, and the tokens per second expected with them.
 
     ``attempt``: the numbers to try if none are worth it, with ``attempt_speed``. ``row_s``: see ``Worth``.
     """
@@ -248,16 +248,16 @@ class Gate:
     ``n_most``: maximum guessed tokens of a step; 0: never any. ``splits``: if one sequence has more tokens than the
     others, the extra tokens are a separate ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes
     the tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before
-    another ubatch takes the cells that the window has left because of them. So all guesses of a step have equally many
-    tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
-    states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
+    another ubatch reuses the cells that fell out of the window because of them. So all guesses of a step have equally
+    many tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``:
+    kept states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
     ``n_longest``: maximum guessed tokens of a request.
 
     Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
     adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
     that may cost more than is left is not made, whatever is expected of it. One that is only tried also pays for the
-    prompt that it computes first. The first of all, before anything is known, costs no more than there is: its prompt
-    would else end drafts for thousands of steps.
+    prompt that it computes first. The very first draft, of which nothing is known, is charged no more than the credit:
+    otherwise its prompt would end drafts for thousands of steps.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Gate:
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
         """Choose the guesses, at most ``n_room`` tokens, to compute after the last ones of ``n_decoding`` requests.
 
-        A request may have two: one with its tokens, and a draft.
+        A request may have two guesses: one with its tokens, and a draft.
         """
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
@@ -354,19 +354,19 @@ class Gate:
         return self._made(n_decoding, best, is_attempt)
 
     def _affords(self, plain_s: float, drafts: Mapping[Request, int]) -> bool:
-        """Return whether the credit is enough for drafts of which no others are expected to follow."""
+        """Return whether the credit is enough for drafts that no others are expected to follow."""
         if not drafts or self.drafter is None:
             return False
         return self.drafter.seconds(drafts, whole=True) <= self._credit * plain_s
 
     def _best(self, n_decoding: int, guesses: Sequence[Guess], n_room: int, plain_s: float) -> _Choice:
-        """Return the lengths of these guesses that bring the most tokens a second, if any are worth it."""
+        """Return the lengths of these guesses that bring the most tokens per second, if any are worth it."""
         drafting = {guess.request for guess in guesses if guess.is_draft}
         best: Mapping[Request, int] = {}
         attempt: Mapping[Request, int] = {}
         best_speed, attempt_speed, row_s = _LEAST_GAIN * n_decoding / plain_s, 0.0, 0.0
         n_longest = max((len(guess.tokens) for guess in guesses), default=0)
-        # No number of guesses brings more tokens, and more of them take no less time.
+        # No number of guesses brings more tokens than this, and more guesses take no less time.
         n_at_best = n_decoding + sum(1 / (1 - min(guess.share * guess.sure, 0.99)) - 1 for guess in guesses)
         for length in _LENGTHS:
             chosen, n_expected, n_rows = _cut(guesses, length)
@@ -402,7 +402,7 @@ class Gate:
             expected_s = self.drafter.seconds(drafting, whole=is_attempt)
             drafted = self.drafter.draft(drafting, worth)
             self._apart_s += self.drafter.took_s
-            if not expected_s:  # the first one: nothing was known, and prompts are part of it
+            if not expected_s:  # the first draft: nothing was known, and it includes the prompts
                 expected_s = min(self.drafter.took_s, self._credit * self.times.of(n_decoding))
             self._spend(n_decoding, expected_s)
             if self.copies_states:
@@ -417,7 +417,7 @@ class Gate:
         return {request: tokens[request][:n] for request, n in chosen.items()}
 
     def _spend(self, n_decoding: int, seconds: float) -> None:
-        """Change the credit of drafts by lost seconds; negative: they were won."""
+        """Charge lost seconds to the credit of drafts; negative seconds were won."""
         plain_s = self.times.of(n_decoding)
         if plain_s > 0:
             self._credit = min(self._credit - seconds / plain_s, _MOST_CREDIT)
@@ -449,7 +449,7 @@ class Gate:
                 wrong = 1 - share**n
                 seconds += (1 + wrong) * self._copy_s
                 if wrong > 0:
-                    # One more than those that were right before the wrong one, on average.
+                    # On average, the right guesses before the wrong one, and one more.
                     n_again = 1 + sum(i * share**i * (1 - share) for i in range(n)) / wrong
                     before = 0.0 if self._splits and n_decoding > 1 else self.times.of(n_decoding)
                     n_next = n_again + (1 if self._splits and n_decoding > 1 else n_decoding)
@@ -490,7 +490,7 @@ class Gate:
             return
         plain_s = self.times.of(n_decoding)
         if self._has_drafts:
-            # What such steps take as a rule: this one may have waited for a core.
+            # Charge the usual time of such steps: this one may have waited for a core.
             self._spend(n_decoding, usual_s - plain_s * (1 + n_right / n_decoding))
         self._has_drafts = False
         self._spend(n_decoding, -_REFILL * plain_s)

@@ -27,9 +27,9 @@ yields to streams for at most ``_PATIENCE_FIRST`` times the limit, so it cannot 
 
 Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then one
 set is the carrier of the steps: they can have all requests whose LoRAs change only matrices of the carrier, and those
-without adapters. If a set carries all requests that could compute, it is chosen at once, and nobody waits. Turns remain
-for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is dropped when
-steps without adapters have taken ``_WORTH`` times as long as a change.
+without adapters. If a set carries all requests that could compute, it is chosen immediately, and nobody waits. Turns
+remain for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is
+dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
 
 A context for each set would need no changes, but would divide KV cells and buffers; for that, use two engines over one
 model.
@@ -163,13 +163,13 @@ class SetTurns:
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
-        """Return whether no request of the current steps uses adapters, or has for as long as a change is worth."""
+        """Return whether steps without adapters have taken long enough since the last use to be worth a change."""
         if is_used:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s
 
     def changed(self) -> None:
-        """Note that the next step is the first with another set."""
+        """Record that the next step is the first with another set."""
         self.n_changes += 1
         self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0
 

@@ -64,7 +64,7 @@ class BackgroundSampler:
     the tokens that follow, starting with text that its guide forces.
 
     After each token the sampler first finds out what may follow, in a fraction of the time of a mask; the next step
-    waits a moment for this (``has_looked``). The masks for a step's rows are computed while the step is, because a mask
+    waits a moment for this (``has_looked``). The masks for a step's rows are computed during the step, because a mask
     needs only the tokens before it. If the first mask is ready, the row is drawn from like any other (``is_ready``),
     and so are the rows after it along a guess. If the mask is not ready, if there is none (GBNF), or if a processor
     needs the row, ``draw`` works on copies of the rows while other requests continue.
@@ -129,7 +129,7 @@ class BackgroundSampler:
             self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
 
     def _run_jobs(self) -> None:
-        """Run jobs until there are none, unless another thread does so. That thread looks again after it let go.
+        """Run jobs until there are none, unless another thread does so. That thread checks again when it stops.
 
         Computing a mask releases the interpreter's lock; accepting a token holds it, for 30 ms in bad grammars. So jobs
         after a long mask are left to a thread with normal priority, because others wait for that lock.
@@ -141,7 +141,7 @@ class BackgroundSampler:
                     began_s = thread_time()
                     try:
                         self._jobs.popleft()()
-                    except BaseException as e:  # a job's own handling missed it: this request fails, no other
+                    except BaseException as e:  # not handled by the job: only this request fails
                         self._fail(e)
                     took_s = thread_time() - began_s
                     spent_s += took_s
@@ -178,7 +178,7 @@ class BackgroundSampler:
     # ---- the chain
     @property
     def is_ready(self) -> bool:
-        """Whether the next token can be drawn from a native row at once, because its mask is known."""
+        """Whether the next token can be drawn from a native row now, because its mask is known."""
         chain = self._chain
         return not self.is_busy and chain is not None and chain.guide is not None and not chain.processors
 
@@ -225,7 +225,7 @@ class BackgroundSampler:
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
     def took(self, *tokens: int) -> None:
-        """Note that these tokens were drawn from native rows, and begin to compute the next mask."""
+        """Record that these tokens were drawn from native rows, and begin to compute the next mask."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(*(partial(self._accept, token) for token in tokens), self._look_ahead, self._advance)
@@ -241,7 +241,7 @@ class BackgroundSampler:
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draw from native rows, each with its mask, until a token is not the guessed one. After ``ask``.
+        """Draw from native rows, each with its mask, until a token is not the guessed one. Call ``ask`` first.
 
         Also ends before the first row whose mask is not ready, where ``draw`` may continue.
         """
@@ -460,8 +460,8 @@ class BackgroundSampler:
     def _draw_next(self, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
         """Draw from the next row along a guess, unless the engine thread waits no longer.
 
-        A row leaves ``left`` only when the token before it was passed to ``drawn``: so what ``give_up_guess`` leaves
-        out and what still arrives are all rows, and each only once.
+        A row leaves ``left`` only when the token before it was passed to ``drawn``. So each row either is left out by
+        ``give_up_guess`` or still arrives, never both.
         """
         try:
             row = left.popleft()

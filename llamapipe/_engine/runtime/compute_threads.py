@@ -56,7 +56,7 @@ class RunDelayPolicy:
         return f"<RunDelayPolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads. A decrease takes effect at once, an increase only when cores are idle."""
+        """Use at most ``n`` threads. A decrease takes effect immediately, an increase only when cores are idle."""
         self.limit = max(n, 1)
         self._use(min(self.n, self.limit))
 
@@ -118,8 +118,8 @@ class StepTimePolicy:
     """Decides from step times alone, for systems that do not report core usage.
 
     A step is compared with earlier steps of the same number of tokens. When steps take far longer than before, one
-    thread fewer is tried at once; from time to time, one fewer or one more is tried in any case. A try lasts for a few
-    similar steps and is undone unless they were faster.
+    thread fewer is tried immediately; from time to time, one fewer or one more is tried in any case. A try lasts for a
+    few similar steps and is undone unless they were faster.
 
     It chooses ``n``, at most ``n_max`` and ``limit``. Times are seconds of any clock.
     """
@@ -140,7 +140,7 @@ class StepTimePolicy:
         return f"<StepTimePolicy n={self.n} of {self.n_max} limit={self.limit}>"
 
     def set_limit(self, n: int) -> None:
-        """Use at most ``n`` threads. A decrease takes effect at once, an increase only through tries."""
+        """Use at most ``n`` threads. A decrease takes effect immediately, an increase only through tries."""
         self.limit = max(n, 1)
         if self.n > self.limit:
             self._tried_from = None
@@ -259,7 +259,7 @@ class ThreadTuner:
         if self._by_delay is not None and self._load is not None:
             earlier, self._earlier = self._earlier, None
             if earlier is not None and now_s - self._cores_began_s < _CORES_EVERY_S:
-                # The first step counts what else runs, although this engine is too new to know.
+                # Before the first step, use earlier times of the cores: this engine is too new to have its own.
                 self._cores_began_s, self._idle_s, self._process_s = earlier
                 self._idle_began_s = self._cores_began_s
             seconds = now_s - self._cores_began_s
@@ -284,7 +284,7 @@ class ThreadTuner:
             self._restart_cores(self._load, now_s)
 
     def launched(self, n_tokens: int) -> None:
-        """Note that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
+        """Record that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
         now_s = perf_counter()
         if self._by_time is not None:
             self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)

@@ -57,7 +57,7 @@ from llamapipe.llama.native_pipeline import SavedCells
 from llamapipe.locks import Lock
 
 DISK_THREAD_NAME = "llamapipe-disk-cache"
-PATIENCE_S = 20.0  # that a request waits for a file; after it, its tokens are computed
+PATIENCE_S = 20.0  # how long a request waits for a file; then its tokens are computed
 MIN_GAIN = 64  # tokens that a request must gain to wait for a file, and a sequence to be written
 REST_S = 0.5  # of an engine without work, before each sequence that is copied to be written
 GROWTH = 16  # a sequence that has grown by less than this part of it is not written again before the end
@@ -66,7 +66,7 @@ _MOST_WAITING = 2  # sequences to be written; each takes host memory until then
 _MOST_OFFERED = 2**16
 _FREE_SHARE, _FREE_BYTES = 64, 2**28  # of the disk that stay free: this part of it, at most so much
 _RETRY_S = 60.0  # without writes after one that failed
-# What ails the disk and may pass, so that a service starts nevertheless.
+# Problems of the disk that may pass, so a service starts nevertheless.
 _OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _RESCAN_S = 1.0  # between two looks at what other processes have written
 Writes = Literal["always", "at_close", "never"]
@@ -113,10 +113,10 @@ class Entry:
 class DiskCache:
     """The files of one engine's cells. ``folder``: the folder of the cache; this engine's files are in a subfolder.
 
-    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: any text
-    that names what else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be used up
-    to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder that
-    cannot be used, or that others could write to.
+    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: a text
+    that names everything else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be
+    used up to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder
+    that cannot be used, or that others could write to.
 
     ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: only when the engine
     ends.
@@ -236,7 +236,7 @@ class DiskCache:
         self._put(self._writes, sequence)
 
     def begin_rest(self) -> None:
-        """Keep the files written from now on from displacing each other: each was used less recently than the last."""
+        """From now on, let no written file displace another: each was used less recently than the one before."""
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
@@ -345,7 +345,7 @@ class DiskCache:
                 path.unlink()
         except MemoryError:
             return None
-        except Exception as error:  # without this thread all would wait in vain
+        except Exception as error:  # without this thread, all requests would wait in vain
             _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
@@ -429,7 +429,7 @@ class DiskCache:
             status = folder.lstat()
             problem = None
             if not stat.S_ISDIR(status.st_mode):
-                problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no folder"
+                problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
             elif not files.is_ours(status):
                 problem = f"belongs to user {status.st_uid}"
             elif files.may_be_written_by_others(status):
@@ -440,7 +440,7 @@ class DiskCache:
     def _make_room(self, n_bytes: int) -> bool:
         """Delete the least recently used files of all folders so that ``n_bytes`` more fit.
 
-        Returns False if that would take deleting files that were written at the end. Raises OSError if the disk has no
+        Returns False if files that were written at the end would have to be deleted. Raises OSError if the disk has no
         room.
         """
         deletable, n_kept, now = [], 0, time_ns()
@@ -450,7 +450,7 @@ class DiskCache:
                     if file.name.endswith(SUFFIX) and file.is_file(follow_symlinks=False):
                         with suppress(OSError):
                             status = file.stat(follow_symlinks=False)
-                            # The clock was put back: it would never be the oldest.
+                            # The clock was set back: the file would never be the oldest.
                             if status.st_mtime_ns > now:
                                 os.utime(file.path, ns=(now, now))
                             if self._rest is not None and file.name in self._rest:
@@ -521,9 +521,8 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
     parts = _file_of(sequence, _head_of(sequence), layout)
     if not parts:
         raise ValueError("the form of this model's cells in a file is not known")
-    from tempfile import (
-        mkstemp,
-    )  # it imports compression, and only engines with a folder for their cells need it
+    # Imported here: it imports compression, which only engines with a cache folder need.
+    from tempfile import mkstemp
 
     descriptor, name = mkstemp(PARTIAL, ".", path.parent)
     try:

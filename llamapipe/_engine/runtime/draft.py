@@ -35,24 +35,23 @@ from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import SavedCells, on_gpu
 
-# The share of drafted tokens that are sure enough, and of right ones among those, until some were seen.
+# The assumed share of drafted tokens that are sure enough, and of right tokens among these.
 _USUAL_SHARE = 0.8
-# Tokens that this counts as: as many are drafted before a bad draft is given up, or twice as many.
+# The weight of that assumption, in tokens: a bad draft is given up after as many tokens, or twice as many.
 _N_USUAL = 8
-_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of a request, of all of them
-_N_BEFORE = 30  # tokens that what is known of all counts as for a new request
-_FORGOTTEN = 0.05  # of what is known of all requests, with each new one
-_N_BINS, _N_OF_BIN = (
-    8,
-    2,
-)  # of probabilities, by which right tokens are counted; tokens that the middle of one counts as
-_LEAST_COPY = 16  # tokens of a prefix that is worth a copy
-_LONGEST = 256  # tokens that a request is expected to generate at most
+_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of one request, of all requests
+_N_BEFORE = 30  # the weight of the mean of all requests for a new request, in tokens
+_FORGOTTEN = 0.05  # the share of the mean of all requests that each new request forgets
+# Right tokens are counted by bins of probability. Each bin's mean starts at its middle, with a weight in tokens.
+_N_BINS, _N_OF_BIN = 8, 2
+_LEAST_COPY = 16  # the minimum tokens of a prefix that is worth a copy
+_LONGEST = 256  # the maximum tokens that a request is expected to generate
 _ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
-# Entries of a decode of blocks, if one block has no more; each has a row of the whole vocabulary.
+# Entries of a decode of blocks, if no block has more; each has a row of the whole vocabulary.
 _BLOCK_ROWS = 64
-_SMALL_BLOCK = 0.5  # of the time of the smallest known decode of blocks that a smaller one takes at least
+# A decode of blocks takes at least this share of the time of the smallest known one.
+_SMALL_BLOCK = 0.5
 _Drafting = TypeVar("_Drafting", bound="DraftModel")
 
 
@@ -82,7 +81,7 @@ class _Held:
 
 
 class _Batch(NamedTuple):
-    """The entries of a decode. ``before``: of a drafted token, the entry that it was drafted from; else -1."""
+    """The entries of a decode. ``before``: for a drafted token, the entry that it was drafted from; else -1."""
 
     tokens: list[int]
     positions: list[int]
@@ -95,7 +94,10 @@ _Entries = list[tuple[Request, Sequence[int]]]  # tokens to compute after those 
 
 
 class _Drafts:
-    """What one call of ``draft`` has drafted. ``chosen``: the most tokens; ``chances``: that all of them are right."""
+    """The drafts of one call.
+
+    ``chosen``: the most tokens to draft; ``chances``: the chance that all of them are right.
+    """
 
     __slots__ = ("chances", "chosen", "tokens", "worth")
 
@@ -140,7 +142,7 @@ class DraftModel:
 
     # ---- what a draft would bring and cost
     def begin(self) -> None:
-        """Note that the next step is being decided on."""
+        """Record that the next step is being decided on."""
         self._began_s = perf_counter()
 
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -157,7 +159,7 @@ class DraftModel:
         return Guess(request, range(n), held.right.mean, is_draft=True, sure=held.sure.mean)
 
     def _find_missing(self, held: _Held, request: Request) -> None:
-        """Note how many of a request's tokens are not in the cells of its sequence."""
+        """Record how many of a request's tokens are not in the cells of its sequence."""
         n_dropped = len(request.dropped)
         # Tokens that were equal before need not be compared again.
         first = held.n_equal if n_dropped == held.n_dropped else 0
@@ -208,7 +210,7 @@ class DraftModel:
         held.drafted = []
 
     def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
-        """Return the seconds to draft these numbers of tokens, with a share of those for missing cells or all."""
+        """Return the seconds to draft these numbers of tokens, with a share (or all) of those for missing cells."""
         n_longest = max(chosen.values(), default=0)
         if not n_longest:
             return 0.0
@@ -272,7 +274,7 @@ class DraftModel:
         return drafts.ready()
 
     def _missing(self, chosen: Mapping[Request, int]) -> _Entries:
-        """Remove the cells of other tokens than the requests' own. Return the tokens that are not in cells."""
+        """Remove cells of tokens that are not the requests' own. Return the tokens that are not in cells."""
         entries: _Entries = []
         n_room = self._n_room
         for request in chosen:
@@ -441,7 +443,7 @@ class MtpLayer(DraftModel):
     It predicts a token from the hidden state that the model had before that token. The engine's context keeps the
     states of the last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence
     whose states are not all kept, such as one that continues a cached prefix, begins at the first kept state: the layer
-    then attends to fewer tokens, which only makes drafts right less often.
+    then attends to fewer tokens, which only makes its drafts less accurate.
 
     The cells of drafted tokens come from states that were drafted as well. They are removed; where the tokens were
     right, they are computed again from the model's states.
@@ -502,9 +504,9 @@ class AssistantDraft(DraftModel):
     """Drafts with a Gemma 4 assistant, whose layers have no cells: they read those of the engine's context.
 
     So a draft has no missing tokens to compute. It begins with the request's last token, and the state that the model
-    had before it. All tokens of a draft have that token's position, as in training: they see the cells of the tokens
-    before it, and of each other only the state. llama.cpp must find a free cell for each entry, though nothing is
-    written to it: without one, nothing is drafted until there is.
+    had before it. All tokens of a draft have that token's position, as in training: they attend to the cells of the
+    tokens before it, and see one another only through the state. llama.cpp must find a free cell for each entry, though
+    nothing is written to it: without one, nothing is drafted until there is.
     """
 
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -548,8 +550,8 @@ class DFlashDraft(MtpLayer):
 
     Its cells are not those of tokens: they are computed from earlier inputs of some of the model's layers
     (``Context.inject``). A draft is a block: the request's last token, whose inputs are not known yet, and a mask token
-    for each drafted one. The tokens of a block see all others of it, so a decode has whole blocks. Their cells are
-    removed after it.
+    for each drafted one. Each token of a block attends to all the others, so a decode consists of whole blocks. Their
+    cells are removed after it.
     """
 
     _most_missing = 256
@@ -592,7 +594,7 @@ class DFlashDraft(MtpLayer):
         return drafts.ready()
 
     def _inject(self, entries: _Entries) -> None:
-        """Compute the cells of missing tokens but the last of a request."""
+        """Compute the cells of each request's missing tokens except its last token."""
         positions: list[int] = []
         seq_ids: list[int] = []
         new: list[tuple[_Held, Sequence[int]]] = []
@@ -643,7 +645,7 @@ class DFlashDraft(MtpLayer):
         self._context.decode_blocks(batch.tokens, batch.positions, batch.seq_ids)
 
     def _note(self, times: StepTimes, n: int) -> None:
-        """Note what a decode of ``n`` entries took, which began at the end of the one before."""
+        """Record the time of a decode of ``n`` entries, which began when the previous one ended."""
         now_s = perf_counter()
         times.observe(_rounded(n), now_s - self._since_s)
         self._since_s = now_s
@@ -665,7 +667,10 @@ def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
 def _with_states(
     drafter: _Drafting, target: Context, layers: Sequence[int] = (), architecture: str = ""
 ) -> _Drafting:
-    """Make the engine's context keep the states that a drafter reads. ``architecture``: of its file."""
+    """Make the engine's context keep the states that a drafter reads.
+
+    ``architecture``: the architecture of its file.
+    """
     try:
         width = target.model.n_embd * max(len(layers), 1)
         target.keep_states(n_draft_states(target.n_ctx, width, architecture), layers)

@@ -1,4 +1,4 @@
-"""The executor: what the engine loop needs from a context, and how llama.cpp provides it.
+"""The executor: defines what the engine loop needs from a context, and provides it with llama.cpp.
 
 Open this file to change how a batch, a KV operation or a draw reaches native code.
 
@@ -175,7 +175,7 @@ class Executor(Protocol):
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
         """Let each launch wake the callers in this list; threads are woken one by one while it computes.
 
-        A launch does not hold the GIL, so a woken thread can work at once.
+        A launch does not hold the GIL, so a woken thread can start working immediately.
         """
 
     def park_threads(self) -> None:
@@ -227,7 +227,7 @@ class StepExecutor:
         self._in_graph = context.graph_sampling
         self._n = self._n_rows = 0  # entries of the last launch, rows of the last sample
         self.n_guessing = 0
-        self._handle = pipeline.handle  # what calls go to
+        self._handle = pipeline.handle  # for native calls
         self._wakes: LaunchWakeList | None = None
         # Requests whose slots are lent draw too.
         self.threads = FairThreads(2 * context.n_seq_max + _MORE_THREADS)
@@ -407,7 +407,7 @@ class StepExecutor:
             self._grids.pop(seq_id, None)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Remove positions from ``begin`` to before ``end``. The next step rotates the keys of the later positions."""
+        """Remove the positions ``[begin, end)``. The next step rotates the keys of the later positions."""
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:

@@ -4,7 +4,7 @@ Open this file to change how other threads reach the engine thread.
 
 The principle: any thread adds function calls, and the engine thread makes them between two steps, in order. Adding one
 is a single call of a ``SimpleQueue``, which has no lock that Ctrl-C could leave locked. So a caller may be interrupted
-at any line, and the engine thread never waits for a caller.
+at any point, and the engine thread never waits for a caller.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Inbox:
 
     def run_next(self, timeout: float | None = None) -> None:
         """Wait for the next call and make it. Raises queue.Empty after ``timeout`` seconds."""
-        # A get() with a timeout of about a microsecond may wait for ever (seen in CPython 3.11 and 3.12). The put()
+        # A get() with a timeout of about a microsecond may wait forever (seen in CPython 3.11 and 3.12). The put()
         # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
         # which means no limit. A get() that does not wait closes the lock.
         try:

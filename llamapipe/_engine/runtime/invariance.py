@@ -19,14 +19,14 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
 
-_N_TOKENS = 80  # from 64 on ggml's attention has another loop
+_N_TOKENS = 80  # from 64 tokens, ggml's attention uses a different loop
 _N_SEQ = 5
 
 
 def check_invariance(
     model: Model, unified: bool, flash_attn: str, new_context: Callable[..., Context]
 ) -> None:
-    """Raise ValueError if a text of this model could depend on what else runs.
+    """Raise ValueError if the text that this model generates could depend on what else is running.
 
     Known reasons are checked first. Then a token is computed in several ways, and its logits are compared. This finds
     matrix products and other operations that ggml computes differently for one row than for several.
@@ -34,7 +34,7 @@ def check_invariance(
     reason = _known(model, unified, flash_attn)
     if reason is None and not _is_invariant(new_context):
         reason = (
-            "ggml computes one of its operations otherwise for several rows, such as products of a format "
+            "ggml computes one of its operations differently for several rows, such as products of a format "
             "that llamapipe has no kernel for"
         )
     if reason is not None:
@@ -46,7 +46,7 @@ def check_invariance(
 def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
     module = native()
     if not module.lib.lp_kernels_attend():
-        return "llamapipe has no kernels of attention for this processor"
+        return "llamapipe has no attention kernels for this processor"
     if not model.attends:
         return "the model was loaded with kernels='ggml'"
     if any(device.type != "cpu" for device in model.devices):
@@ -64,7 +64,7 @@ def _is_invariant(new_context: Callable[..., Context]) -> bool:
         n_ctx=_N_TOKENS + 1, n_cells=None, n_seq_max=_N_SEQ, n_batch=512, n_ubatch=512
     ) as context:
         ways: list[list[list[int]]] = [
-            [[_N_TOKENS]],  # parts, each with the tokens of sequences from 0 on
+            [[_N_TOKENS]],  # parts: the number of tokens of each sequence, from sequence 0
             [[_N_TOKENS - 1], [1]],
             [[_N_TOKENS - 2] * 2, [2, 1]],
             [[30] * _N_SEQ, [_N_TOKENS - 31] * _N_SEQ, [1] * _N_SEQ],
@@ -79,7 +79,7 @@ def _is_invariant(new_context: Callable[..., Context]) -> bool:
 def _last_logits(
     context: Context, tokens: npt.NDArray[np.int64], parts: list[list[int]]
 ) -> npt.NDArray[np.float32]:
-    """Return the logits after all tokens of sequence 0. The others begin one token later each, so they differ."""
+    """Return the logits after all tokens of sequence 0. Each further sequence starts one token later, so all differ."""
     n_past = 0
     for part in parts:
         entries = list(_entries(tokens, n_past, part))

@@ -280,7 +280,7 @@ class EngineLoop:
         self._deliver()
 
     def _look_after_late_draws(self) -> bool:
-        """Handle draws that take long: give threads and slots to other requests. Return whether a slot came free."""
+        """Handle draws that take long: give threads and slots to other requests. Return whether a slot became free."""
         self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False
@@ -364,7 +364,10 @@ class EngineLoop:
 
     # ---- the prefix cache on disk
     def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
-        """Write cells that were evicted from host memory. Return False if they are not worth it, or too many wait."""
+        """Write cells that were evicted from host memory.
+
+        Return False if they are not worth writing, or too many are waiting.
+        """
         disk = self._disk
         if (
             disk is None
@@ -474,7 +477,7 @@ class EngineLoop:
             self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """Return the bytes of a request's saved cells (0 if not saved), the bytes that they need, and the budget."""
+        """Return bytes: of a request's saved cells (0 if not saved), that they need, and of the budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
@@ -485,7 +488,7 @@ class EngineLoop:
         self._scheduler.cache.unpin(request)
 
     def stop(self, drain: bool) -> None:
-        """End the loop, after the open requests are finished (``drain``) or at once."""
+        """End the loop, after the open requests are finished (``drain``) or immediately."""
         self._stopping = True
         self._deliver()  # the tokens sampled last are part of the sequences already
         for request in list(self.open):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Grid(NamedTuple):
-    """The ``n`` tokens of an image from ``begin`` on, which take ``n_positions`` positions."""
+    """The ``n`` tokens of an image from ``begin`` onward, which take ``n_positions`` positions."""
 
     begin: int
     n: int

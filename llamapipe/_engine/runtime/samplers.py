@@ -116,8 +116,8 @@ class SamplerFactory:
         """Return whether a space may precede the texts of ``choice``: running text continues "Answer:" with " yes".
 
         Without the space, a model would choose among tokens that it has hardly ever seen there. A token that is only a
-        space is just as rare before "yes", and ``max_tokens=1`` would end there, so it is forbidden unless a text needs
-        it.
+        space is just as rare before "yes", and ``max_tokens=1`` would end there, so this token is forbidden unless a
+        text needs it.
         """
         texts, vocab = self.params.choice, self._vocab
         if texts is None or len(set(texts)) < 2 or any(text[:1].isspace() for text in texts):

@@ -109,7 +109,7 @@ class Choices:
         self._failed = False
 
     def note_first_token(self, request: Request) -> None:
-        """Note the time of the first token of any choice."""
+        """Record the time of the first token of any choice."""
         self.first_at = perf_counter()
         left_queue_at = request.left_queue_at
         self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
@@ -260,7 +260,7 @@ class DeltaSink(TextSink):
     _last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] | None
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand over text and token, or keep them for ``finish`` if it follows at once."""
+        """Hand over text and token, or keep them for ``finish`` if it follows immediately."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
@@ -307,7 +307,7 @@ class TokenSink(TextSink):
         return sink
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand over the token, or keep it for ``finish`` if it follows at once, when the end is known."""
+        """Hand over the token, or keep it for ``finish`` if it follows immediately, when the end is known."""
         piece = self._piece(token)
         stream_token = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:

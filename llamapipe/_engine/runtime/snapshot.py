@@ -110,7 +110,7 @@ def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
         )
     if len(data) < _HEADER.size + _CHECK_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise InvalidRequestError(
-            f"these {len(data)} bytes are no snapshot of this version of llamapipe; give what Generation.snapshot() "
+            f"these {len(data)} bytes are not a snapshot of this version of llamapipe; give what Generation.snapshot() "
             "returned"
         )
     body = memoryview(data)[:-_CHECK_BYTES]

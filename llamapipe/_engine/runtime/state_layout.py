@@ -138,7 +138,7 @@ class StateLayout:
     def _cells(self, reader: _Reader, n_streams: int, end: int, n: int) -> tuple[memoryview, int]:
         """Return the cells of the only stream that has any, and the position after the last cell, at least ``n``.
 
-        ``end``: that position in the first part, which has all cells from 0 on; -1 if this is the first part.
+        ``end``: that position in the first part, which has all cells from 0 onward; -1 if this is the first part.
         """
         cells: memoryview | None = None
         if (n_found := reader.number()) != n_streams:

@@ -46,8 +46,9 @@ if hasattr(os, "register_at_fork"):
 class EngineThread:
     """Runs an ``EngineLoop`` on its thread, from ``start`` to ``close``. Methods are for any thread.
 
-    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. A plain
-    attribute, because readers look at it once a token. ``dispatcher``: wakes the mailboxes of this engine's callers.
+    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. It is a
+    plain attribute, because readers check it once per token. ``dispatcher``: wakes the mailboxes of this engine's
+    callers.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -119,7 +120,7 @@ class EngineThread:
             self._inbox.put(self.loop.add, *requests)
 
     def begin_list(self, key: object, submit_rest: Callable[[], None]) -> None:
-        """Note a list that is submitted in parts.
+        """Record a list that is submitted in parts.
 
         ``close`` calls ``submit_rest``, because a caller waits for the whole list. Raises EngineClosedError.
         """
@@ -136,9 +137,9 @@ class EngineThread:
         self._inbox.put(function, *arguments)
 
     def note_waiting_thread(self) -> None:
-        """Note that the calling thread is about to submit a request and to wait for it.
+        """Record that the calling thread is about to submit a request and to wait for it.
 
-        If no other thread could submit first, an idle engine starts its step at once.
+        If no other thread could submit first, an idle engine starts its step immediately.
         """
         caller = threading.current_thread()
         is_single = True
@@ -149,7 +150,7 @@ class EngineThread:
         self._inbox.single_caller = is_single
 
     def note_waiting_task(self) -> None:
-        """Note that a task is about to submit: other tasks of its event loop may submit before the step."""
+        """Record that a task is about to submit: other tasks of its event loop may submit before the step."""
         self._inbox.single_caller = False
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -185,7 +186,7 @@ class EngineThread:
 
         Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
         """
-        self.check_caller()  # before the lock: in a forked child another thread may hold it for ever
+        self.check_caller()  # before the lock: in a forked child another thread may hold it forever
         replies: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
         def answer() -> None:

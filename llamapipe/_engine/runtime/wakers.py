@@ -142,8 +142,8 @@ _MOST_RINGS = 64  # read at once; more would take memory from another allocator,
 class LoopWaker(Generic[T]):
     """The items that wait for one loop, and the pipe that the loop watches.
 
-    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread would wake at once and hold the GIL
-    while it has work, which would delay the next step.
+    ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread would wake immediately and hold the
+    GIL while it has work, which would delay the next step.
 
     Create it on the loop's thread. Raises NotImplementedError if the loop cannot watch files, OSError if there are no
     more file descriptors, RuntimeError if the loop is closed.

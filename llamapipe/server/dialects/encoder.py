@@ -1,4 +1,4 @@
-"""The interface of the encoders of answers."""
+"""The interface of answer encoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PromptAt = Literal["begin", "end"] | None
 
 
 class Counts(NamedTuple):
-    """The numbers of tokens so far, of all prompts and choices.
+    """The token counts so far, over all prompts and choices.
 
     ``n_prompt``: including the ``n_cached`` tokens. ``n_drafted``, ``n_accepted``: drafted tokens that were computed,
     and that were accepted.

@@ -1,4 +1,4 @@
-"""What the encoders of OpenAI's two older APIs share: the chunks of a stream, usage, progress."""
+"""The shared part of the encoders of OpenAI's two older APIs: the chunks of a stream, usage, progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAD_TO = 32  # characters; padding extends an event's text to the next multiple
 
 
 class Format(NamedTuple):
-    """What a request wants in the answer in addition to text.
+    """The parts of an answer that a request wants in addition to text.
 
     ``with_usage``: the stream ends with the usage. ``continuous_usage``: each event has the usage. ``padded``: see
     ``ChunkWriter``. ``token_ids``: the answer has the token ids, including the prompt's. ``tokens_as_ids``:
@@ -120,7 +120,7 @@ class Computing(Protocol):
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
-        """How much of the prompt is computed; None while it waits for a slot."""
+        """The progress of the prompt; None while it waits for a slot."""
 
 
 class Progress:
@@ -167,7 +167,7 @@ class Progress:
 
 
 class OpenAiEncoder(Encoder[Part_contra]):
-    """What the encoders of the two APIs share.
+    """The base of the encoders of the two APIs.
 
     ``common``: the fields of a complete answer other than choices. ``kind``: the ``object`` of an event. ``vocab``: the
     model's vocabulary, for log-probabilities. ``choice``: the JSON of a choice without text, with ``%d`` for its index.

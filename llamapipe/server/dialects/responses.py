@@ -32,10 +32,11 @@ class ResponsesEncoder(Encoder[ChatDelta]):
     """The answer to one request, complete or streamed. Its output has items, one of which is open at a time.
 
     The server may run tools and let the model continue; then the parts of several texts follow each other, and the
-    server adds items between them. ``answer_id``: without a prefix. ``fields``: the fields of the response that the
-    request defines. ``item_of``: returns the item of a call that the client does not run, or None. ``is_stream``:
-    otherwise no bytes are returned. ``tools``: how the client knows the tools that the model calls. ``needs_client``:
-    the client must run or approve a call. ``n_output``: the number of tokens so far.
+    server adds items between them. ``answer_id``: the answer's id without a prefix. ``fields``: the fields of the
+    response that the request defines. ``item_of``: returns the item of a call that the client does not run, or None.
+    ``is_stream``: whether methods return events; without it, they return no bytes. ``tools``: how the client knows the
+    tools that the model calls. ``needs_client``: the client must run or approve a call. ``n_output``: the number of
+    tokens so far.
     """
 
     def __init__(
@@ -147,7 +148,10 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return self._told(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
-        """Return events for text of an item, which is opened if need be. ``more``: lists that grow with the text."""
+        """Return events for the text of an item, which is opened if necessary.
+
+        ``more``: lists that grow with the text.
+        """
         events = b""
         if self._open is None or self._open["type"] != kind:
             item: Item = {"type": kind, "content": []}

@@ -734,7 +734,7 @@ class TestTwins:
                 snapshot = await generation.snapshot()
             async with await engine.arestore(snapshot, greedy(6)) as restored:
                 assert [token.id async for token in restored] == expected[3:]
-            with pytest.raises(InvalidRequestError, match="no snapshot"):
+            with pytest.raises(InvalidRequestError, match="are not a snapshot"):
                 await engine.arestore(b"other bytes")
 
         run(main())

@@ -27,10 +27,10 @@ def model() -> Any:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rope_scaling": "yarn"}, "rope_freq_scale=0.25 is for four times the context"),
+        ({"rope_scaling": "yarn"}, "rope_freq_scale, such as 0.25 for four times the context"),
         (
             {"rope_scaling": "linear", "rope_freq_scale": 1},
-            "neither rope_freq_scale nor the file says by how much",
+            "neither rope_freq_scale nor the file sets a factor",
         ),
         ({"rope_scaling": "none", "rope_freq_scale": 0.5}, "rope_scaling is 'none'; give 'yarn' or 'linear'"),
         ({"yarn_orig_ctx": 256}, "yarn_orig_ctx is given, and rope_scaling is 'linear'"),

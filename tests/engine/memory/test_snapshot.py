@@ -160,7 +160,7 @@ class TestRefused:
             with pytest.raises(TypeError, match="snapshot must be bytes"):
                 engine.restore(bad)  # type: ignore[arg-type]
         for short in (b"", b"llpsnap2", snapshot[:50], b"x" * 500, b"X" + snapshot[1:]):
-            with pytest.raises(InvalidRequestError, match="no snapshot of this version"):
+            with pytest.raises(InvalidRequestError, match="are not a snapshot of this version"):
                 engine.restore(short)
 
     def test_damage_anywhere(self, engine: lp.Engine, snapshot: bytes) -> None:

@@ -187,7 +187,7 @@ def test_streams_give_every_token(engine: lp.Engine) -> None:
 
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_nothing_follows_a_stop_string(engine: lp.Engine, way: str) -> None:
-    """It ends in the middle of a right guess: the tokens after it are no part of the result."""
+    """It ends in the middle of a right guess: the tokens after it are not part of the result."""
     whole = engine.generate(PROMPT, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off"))
     words = whole.text.split()
     for word in (words[5], words[12], words[20]):

@@ -125,10 +125,10 @@ def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
         return tree.exists()
     hashes: dict[str, str] = json.loads(known.read_text(encoding="utf-8"))
     compiled_at = known.stat().st_mtime
-    found = {path.name: path for path in paths if path.is_file()}
+    sources = {path.name: path for path in paths if path.is_file()}
     return any(
         hashes.get(name) != _hash(path) and path.stat().st_mtime <= compiled_at
-        for name, path in found.items()
+        for name, path in sources.items()
     )
 
 

@@ -189,8 +189,8 @@ class TestGenerate:
 
     def test_completions_have_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
         each = [greedy(3), greedy(1), greedy(2)]
-        found = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
-        assert [found[i].n_completion_tokens for i in range(2)] == [1, 2]
+        completions = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
+        assert [completions[i].n_completion_tokens for i in range(2)] == [1, 2]
         with pytest.raises(ValueError, match="params has 1 items"):
             list(engine.iter_completed([PROMPT] * 2, each[1:2]))
         with pytest.raises(ValueError, match="there are 2 prompts"):

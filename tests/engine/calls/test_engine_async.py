@@ -167,8 +167,8 @@ class TestIterCompleted:
     def test_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
         async def lengths(n_params: int) -> list[int]:
             each = [greedy(n + 1) for n in range(n_params)]
-            found = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
-            return [found[i].n_completion_tokens for i in range(3)]
+            completions = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
+            return [completions[i].n_completion_tokens for i in range(3)]
 
         assert run(lengths(3)) == [1, 2, 3]
         with pytest.raises(ValueError, match="params has 2 items"):
@@ -776,9 +776,9 @@ class TestTwins:
                 await engine.ascore([1, 5], [[7], [8, 9]]),
             ]
 
-        one, two, perplexity, continuations = run(main())
-        assert one.logprobs == pytest.approx(engine.score_tokens(tokens).logprobs, abs=BOUND)
-        assert [len(score.logprobs) for score in two] == [19, 8]
+        single, pair, perplexity, continuations = run(main())
+        assert single.logprobs == pytest.approx(engine.score_tokens(tokens).logprobs, abs=BOUND)
+        assert [len(score.logprobs) for score in pair] == [19, 8]
         assert perplexity == pytest.approx(engine.perplexity(tokens), rel=BOUND)
         assert [len(score.logprobs) for score in continuations] == [1, 2]
 
@@ -787,8 +787,8 @@ class TestTwins:
 
         async def main() -> None:
             assert len(await engine.agenerate([PROMPT, OTHER], greedy(3), progress=True)) == 2
-            found = engine.aiter_completed([PROMPT, OTHER], greedy(3), progress=True)
-            assert sorted([index async for index, _ in found]) == [0, 1]
+            completed = engine.aiter_completed([PROMPT, OTHER], greedy(3), progress=True)
+            assert sorted([index async for index, _ in completed]) == [0, 1]
 
         run(main())
 

@@ -289,15 +289,15 @@ class TestSalts:
         """CVE-2026-105756: one that is no text in UTF-8 ended another engine."""
         engine = make_engine(n_seq_max=2)
         params = dataclasses.replace(greedy(4), cache_salt=salt)
-        found = [engine.generate(SHARED, params).n_cached_tokens for _ in range(2)]
-        assert found[0] == 0 < found[1]
+        n_cached = [engine.generate(SHARED, params).n_cached_tokens for _ in range(2)]
+        assert n_cached[0] == 0 < n_cached[1]
         assert engine.generate(SHARED, greedy(4)).n_cached_tokens == 0
 
     def test_each_tenant_has_a_cache(self, make_engine: MakeEngine) -> None:
         """Whatever is called, also when tasks and threads do the work."""
         engine = make_engine(n_seq_max=2)
 
-        async def one(name: str | None) -> list[int]:
+        async def as_tenant(name: str | None) -> list[int]:
             tenant.set(Tenant(cache=name))
             tasks = [
                 engine.agenerate(SHARED, greedy(2)),
@@ -306,7 +306,7 @@ class TestSalts:
             return [(await task).n_cached_tokens for task in tasks]
 
         async def main() -> list[list[int]]:
-            return [await asyncio.create_task(one(name)) for name in ("a", "b", "a", None)]
+            return [await asyncio.create_task(as_tenant(name)) for name in ("a", "b", "a", None)]
 
         assert asyncio.run(main()) == [[0, 39], [0, 39], [39, 39], [0, 39]]
 

@@ -31,8 +31,8 @@ NEAR = 8  # tokens above the ideal that count as reused
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """A small model of each kind."""
     path: Path = tmp_path_factory.mktemp("models") / "model.gguf"
-    with lp.Model(KINDS[request.param](path)) as made:
-        yield made
+    with lp.Model(KINDS[request.param](path)) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -153,13 +153,13 @@ def test_going_back(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) 
     engine = make_engine(model, n_seq_max=2, n_ctx=256)
     prompt = tokens_of(100, 9)
     with engine.start(prompt, greedy(None)) as generation:
-        given = [next(generation).id for _ in range(30)]
-        assert plain.agrees(prompt, given)
+        generated = [next(generation).id for _ in range(30)]
+        assert plain.agrees(prompt, generated)
         generation.trim(100)
         assert n_computed(engine, lambda: next(generation)) <= NEAR
         generation.append(tokens_of(6, 1))
         more = [next(generation).id for _ in range(5)]
-        assert plain.agrees([*prompt, given[0], *tokens_of(6, 1)], more)
+        assert plain.agrees([*prompt, generated[0], *tokens_of(6, 1)], more)
 
 
 def test_slots_are_few(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
@@ -229,9 +229,9 @@ def test_scores_share_their_context(make_engine: MakeEngine, model: lp.Model) ->
     context, endings = tokens_of(120, 13), [tokens_of(6, i) for i in range(6)]
     assert n_computed(engine, lambda: engine.score(context, endings)) <= 120 + 6 * (5 + NEAR)
     alone = make_engine(model, n_seq_max=1, n_ctx=256, prefix_cache=False)
-    found, expected = engine.score(context, endings), alone.score(context, endings)
-    for one, other in zip(found, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=0.01)
+    scores, expected = engine.score(context, endings), alone.score(context, endings)
+    for score, other in zip(scores, expected, strict=True):
+        assert score.logprobs == pytest.approx(other.logprobs, abs=0.01)
 
 
 def test_exact(make_engine: partial[lp.Engine], model: lp.Model) -> None:

@@ -178,9 +178,9 @@ def test_log_probabilities_of_tokens_that_come_late(engine: lp.Engine) -> None:
     fast = engine.generate(START, greedy(logprobs=2))
     slow = engine.generate(START, greedy(logprobs=2, logits_processors=[late(engine)]))
     assert slow.logprobs is not None and fast.logprobs is not None
-    assert [one.id for one in slow.logprobs] == [one.id for one in fast.logprobs]
-    assert [one.logprob for one in slow.logprobs] == pytest.approx(
-        [one.logprob for one in fast.logprobs], abs=1e-5
+    assert [entry.id for entry in slow.logprobs] == [entry.id for entry in fast.logprobs]
+    assert [entry.logprob for entry in slow.logprobs] == pytest.approx(
+        [entry.logprob for entry in fast.logprobs], abs=1e-5
     )
 
 

@@ -22,8 +22,8 @@ GREEDY = lp.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[lp.Engine]:
-    with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_seq_max=4, n_threads=1) as made:
-        yield made
+    with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_seq_max=4, n_threads=1) as small_engine:
+        yield small_engine
 
 
 def fill(value: float, where: Any = slice(None), other: float | None = None) -> Callable[[Row], None]:
@@ -146,6 +146,6 @@ def test_contexts_of_a_few_tokens() -> None:
                         with pytest.raises(InvalidRequestError, match="one must stay free"):
                             engine.generate([300] * n_prompt, GREEDY)
                     else:
-                        found = engine.generate([300] * n_prompt, GREEDY)
-                        assert len(found.token_ids) == min(3, n_ctx - n_prompt)
+                        completion = engine.generate([300] * n_prompt, GREEDY)
+                        assert len(completion.token_ids) == min(3, n_ctx - n_prompt)
                 assert engine.score([300], [301]).logprobs.shape == (1,)

@@ -367,13 +367,13 @@ def test_the_client_with_most_bytes_is_refused() -> None:
     few = hold("few")
     few.grow(600_000)
     many = [hold("many") for _ in range(20)]
-    for one in many:
-        one.grow(100_000)
+    for share in many:
+        share.grow(100_000)
     assert set(refused) == {"many"} or refused[0] == "few"
     hold("other").grow(60_000)
-    for one in (few, *many):
-        one.release()
-        one.release()
+    for share in (few, *many):
+        share.release()
+        share.release()
     assert repr(budget) == "<BodyBudget 0 of 1000000 bytes>"
 
 

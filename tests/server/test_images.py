@@ -52,12 +52,12 @@ def test_openai_chat(url: str) -> None:
 def test_what_the_model_takes(url: str) -> None:
     for path in ("/v1/models", "/model_info", "/props"):
         with urllib.request.urlopen(url + path) as answer:
-            found = json.load(answer)
-        found = found["data"][0] if path == "/v1/models" else found
+            body = json.load(answer)
+        body = body["data"][0] if path == "/v1/models" else body
         if path == "/props":
-            assert found["modalities"] == {"vision": True, "audio": False, "video": False}
+            assert body["modalities"] == {"vision": True, "audio": False, "video": False}
         else:
-            assert found["supports_images"] and not found["supports_audio"]
+            assert body["supports_images"] and not body["supports_audio"]
     with urllib.request.urlopen(url + "/metrics") as answer:
         assert b"llamapipe_encoded_media_total" in answer.read()
 

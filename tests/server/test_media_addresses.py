@@ -242,8 +242,8 @@ def test_another_client_beside_many_slow_addresses(engine: lp.Engine, hosts: tup
         assert connection.getresponse().status == 200
         slow = [path for path in Host.asked[before:] if path.startswith("/slow")]
         assert len(slow) == 4  # as many as one client fetches at a time, none of which has ended
-        for one in (connection, *asked):
-            one.close()
+        for sock in (connection, *asked):
+            sock.close()
 
 
 def test_files_of_a_folder(server: str, folder: Path) -> None:

@@ -101,12 +101,12 @@ def test_ollamas_levels(url: str) -> None:
         "stream": False,
         "options": {"temperature": 0, "num_predict": -1},
     }
-    found = {}
+    lengths = {}
     for think in ("low", True):
         answer = httpx.post(f"{url}/api/chat", json=body | {"think": think}, timeout=60).json()
         assert answer["message"]["content"].strip() == ANSWER
-        found[think] = len(answer["message"]["thinking"])
-    assert 0 < found["low"] < found[True]
+        lengths[think] = len(answer["message"]["thinking"])
+    assert 0 < lengths["low"] < lengths[True]
 
 
 def test_what_the_operator_has_set_holds_where_a_request_says_nothing(thinker: lp.Engine) -> None:

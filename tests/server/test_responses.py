@@ -99,13 +99,13 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 def test_an_input_is_a_conversation(client: openai.OpenAI, engine: lp.Engine) -> None:
     """Items of all kinds, as a client sends them back."""
     first = client.responses.create(**OPTIONS)
-    given: Any = [
+    items: Any = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
         *[item.model_dump(exclude_none=True) for item in first.output],
         {"type": "message", "role": "user", "content": "And now?"},
     ]
-    response = client.responses.create(**{**OPTIONS, "input": given})
+    response = client.responses.create(**{**OPTIONS, "input": items})
     conversation = [
         {"role": "system", "content": "Be brief."},
         *HELLO,

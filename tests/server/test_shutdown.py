@@ -141,8 +141,8 @@ class TestTheLog:
                         said += client.recv(1000)
                 else:
                     wait_until(lambda: engine.stats().n_completion_tokens > 3)
-            wait_until(lambda: [one for one in caplog.records if one.name == "llamapipe.server"])
-        (line,) = [one.getMessage() for one in caplog.records if one.name == "llamapipe.server"]
+            wait_until(lambda: [record for record in caplog.records if record.name == "llamapipe.server"])
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "llamapipe.server"]
         counts = dict(word.split("=") for word in line.split() if "=" in word)
         if stream:
             assert f"POST {path} 200 " in line

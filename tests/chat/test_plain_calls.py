@@ -77,8 +77,8 @@ def form_of(name: str) -> ChatFormat:
 
 
 def parser_of(name: str, lenient: bool = True, **options: Any) -> ChatParser:
-    given = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient, **options}
-    return form_of(name).parser(TOOLS, given.pop("choice", "auto"), **given)
+    settings = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient, **options}
+    return form_of(name).parser(TOOLS, settings.pop("choice", "auto"), **settings)
 
 
 def cuts(text: str) -> Iterator[list[str]]:
@@ -95,12 +95,12 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 def parse(name: str, text: str, **options: Any) -> ChatMessage:
     """The answer; the same for every cut."""
-    found = []
+    answers = []
     for parts in cuts(text):
         parser = parser_of(name, **options)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
-        found.append((answer.content, answer.reasoning, calls_of(answer)))
-        assert found[-1] == found[0], parts
+        answers.append((answer.content, answer.reasoning, calls_of(answer)))
+        assert answers[-1] == answers[0], parts
     return answer
 
 
@@ -114,7 +114,9 @@ def test_calls(case: str) -> None:
     answer = parse("Hermes", text)
     assert (calls_of(answer), answer.content) == (calls, "")
     assert len({call.id for call in answer.tool_calls}) == len(calls)
-    assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [one for _, one in calls]
+    assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [
+        arguments for _, arguments in calls
+    ]
 
 
 @pytest.mark.parametrize(

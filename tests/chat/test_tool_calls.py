@@ -41,16 +41,16 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 def parse(form: ChatFormat, text: str, tail: str, stream_calls: bool = False) -> ChatMessage:
     """The answer; the same for every cut."""
-    found: list[tuple[Any, ...]] = []
+    answers: list[tuple[Any, ...]] = []
     for parts in cuts(text):
         parser = form.parser(TOOLS, "auto", prompt_tail=tail, stream_calls=stream_calls)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
         assert not parser.finish()
         calls = [(call.name, call.arguments) for call in answer.tool_calls]
-        found.append(
+        answers.append(
             (answer.content, answer.reasoning, calls, tuple(call.is_complete for call in answer.tool_calls))
         )
-        assert found[-1] == found[0], parts
+        assert answers[-1] == answers[0], parts
         assert all(len(call.id) >= 1 for call in answer.tool_calls)
     return answer
 

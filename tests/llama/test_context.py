@@ -45,14 +45,14 @@ def asleep(tid: str) -> bool:
 
 @pytest.fixture
 def make_context(tiny: lp.Model) -> Iterator[MakeContext]:
-    made: list[Context] = []
+    contexts: list[Context] = []
 
     def make(**options: Any) -> Context:
-        made.append(Context(tiny, **{"n_ctx": 64, "n_threads": 1, **options}))
-        return made[-1]
+        contexts.append(Context(tiny, **{"n_ctx": 64, "n_threads": 1, **options}))
+        return contexts[-1]
 
     yield make
-    for context in made:
+    for context in contexts:
         context.close()
 
 
@@ -657,6 +657,6 @@ def test_keys_of_4_bits_warn_once(
     for _ in range(2):
         Context(demo, n_ctx=64, type_k="q4_0", type_v="q4_0").close()
         Context(demo, n_ctx=64, type_k="q8_0", type_v="q4_0").close()
-    assert [one.getMessage()[:17] for one in caplog.records if "4 bits" in one.message] == [
+    assert [record.getMessage()[:17] for record in caplog.records if "4 bits" in record.message] == [
         "type_k is 'q4_0':"
     ]

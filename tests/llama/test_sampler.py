@@ -24,14 +24,14 @@ Row = npt.NDArray[np.float32]
 
 @pytest.fixture
 def make_chain(tiny: lp.Model) -> Iterator[Callable[..., Chain]]:
-    made: list[Chain] = []
+    chains: list[Chain] = []
 
     def make(seed: int = 0) -> Chain:
-        made.append(Chain(tiny.vocab, seed))
-        return made[-1]
+        chains.append(Chain(tiny.vocab, seed))
+        return chains[-1]
 
     yield make
-    for chain in made:
+    for chain in chains:
         chain.close()
 
 
@@ -233,8 +233,8 @@ def test_forbidding_every_token_is_an_error(chain: Chain, row: Row) -> None:
 def test_rows_of_other_numbers_are_converted(chain: Chain, row: Row, kind: Any) -> None:
     chain.add_temperature(0)
     whole = np.round(row * 100)
-    given = whole.tolist() if kind is list else whole.astype(kind)
-    assert chain.sample(given) == int(whole.argmax())
+    values = whole.tolist() if kind is list else whole.astype(kind)
+    assert chain.sample(values) == int(whole.argmax())
     assert chain.sample(np.stack([whole, whole], axis=1)[:, 0]) == int(whole.argmax())  # not contiguous
 
 

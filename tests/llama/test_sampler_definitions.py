@@ -181,11 +181,11 @@ class TestDraw:
                 drawn = Counter(sampler.sample(row) for _ in range(n))
             ids, p = chain.candidates(row)
             assert drawn.keys() <= set(ids)
-            expected, found = p * n, np.array([drawn[i] for i in ids])
+            expected, counts = p * n, np.array([drawn[i] for i in ids])
             rare = expected < 10  # together one bin
             expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
-            found = np.append(found[~rare], found[rare].sum())
-            chi2 = float(((found - expected) ** 2 / expected).sum())
+            counts = np.append(counts[~rare], counts[rare].sum())
+            chi2 = float(((counts - expected) ** 2 / expected).sum())
             freedom = len(expected) - 1
             assert abs(chi2 - freedom) < 4 * math.sqrt(2 * freedom), chain
 

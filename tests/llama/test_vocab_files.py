@@ -67,8 +67,8 @@ def cases(folder: Path, name: str) -> list[tuple[str, list[int]]]:
 
 
 def test_none_is_forgotten(folder: Path) -> None:
-    found = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
-    assert found == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
+    names = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
+    assert names == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
 
 
 def test_ids(model: Model, cases: list[tuple[str, list[int]]]) -> None:

@@ -22,10 +22,10 @@ Edit = Callable[[Document], object]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("models")
     names = {"spm": "builtin-spm", "bpe": "builtin-bpe"}
-    found = {name: tiny_model(folder / f"{name}.gguf", vocab).read_bytes() for name, vocab in names.items()}
+    files = {name: tiny_model(folder / f"{name}.gguf", vocab).read_bytes() for name, vocab in names.items()}
     for name in ("bert", "t5", "rwkv", "plamo2", "gemma4"):
-        found[name] = tiny_variant(folder / f"{name}.gguf", name).read_bytes()
-    return found
+        files[name] = tiny_variant(folder / f"{name}.gguf", name).read_bytes()
+    return files
 
 
 def refusal(path: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from llamapipe._messages import ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
-from llamapipe.cli.options import ENGINE, MODEL, given
+from llamapipe.cli.options import ENGINE, MODEL, read_options
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
@@ -225,8 +225,8 @@ def test_zero_and_minus_one_have_llama_cpps_meaning(capfd: pytest.CaptureFixture
 
 def test_no_mmap_is_use_mmap_false() -> None:
     args = _parser().parse_args(["serve", "--no-mmap"])
-    assert given(args, MODEL) == {"use_mmap": False}
-    assert given(_parser().parse_args(["serve"]), MODEL) == {}
+    assert read_options(args, MODEL) == {"use_mmap": False}
+    assert read_options(_parser().parse_args(["serve"]), MODEL) == {}
 
 
 def test_errors_of_the_system_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ class TestCallsInReasoning:
         assert (answer.tool_calls, answer.reasoning, answer.content) == ((), f"Say {call}?", "No.")
 
     @pytest.mark.parametrize("choice", ["auto", "required"])
-    def test_grammars(self, choice: str) -> None:
+    def test_a_grammar_lets_a_call_end_the_reasoning(self, choice: str) -> None:
         """A control token that begins a call ends the reasoning; text may only write about a call."""
         family = FAMILIES["DeepSeek V3.1"]
         vocabulary = ByteVocabulary(family.specials)

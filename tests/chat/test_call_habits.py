@@ -264,7 +264,7 @@ class TestToolsOfTheSystem:
             )
             assert "<|tool|>" not in template.render([*system, self.USER])
 
-    def test_calls(self) -> None:
+    def test_calls_in_a_list_are_constrained_and_read(self) -> None:
         vocabulary = ByteVocabulary(self.CONTROL)
         form = ChatFormat.of(render_of(self.TEXT), vocabulary.special_id)
         calls = '[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]'

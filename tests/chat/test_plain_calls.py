@@ -109,7 +109,7 @@ def calls_of(answer: ChatMessage) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_calls(case: str) -> None:
+def test_plain_json_is_read_as_calls(case: str) -> None:
     text, calls = CALLS[case]
     answer = parse("Hermes", text)
     assert (calls_of(answer), answer.content) == (calls, "")
@@ -192,7 +192,7 @@ def test_one_call_where_several_are_not_allowed() -> None:
     assert calls_of(parse("Hermes", CALLS["list of one"][0], parallel=False)) == [("now", {})]
 
 
-def test_after_reasoning() -> None:
+def test_calls_after_reasoning_are_read() -> None:
     answer = parse("Hermes", f"<think>\nHm.\n</think>\n\n{CALLS['fence'][0]}")
     assert (answer.reasoning, answer.content, calls_of(answer)) == ("Hm.", "", [("get_weather", FULL)])
 

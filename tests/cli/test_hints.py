@@ -62,7 +62,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
     ],
 )
-def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_gets_a_hint(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(capsys, *arguments.split())
 
 
@@ -157,7 +157,9 @@ def test_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]
         ("frobnicate", "serve, rpc-worker, batch"),
     ],
 )
-def test_commands(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_a_hint(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, command, "llama3.2")
     assert f"there is no command {command!r}; " in text and message in text
     assert text.startswith("usage: llamapipe ")

@@ -144,7 +144,7 @@ class TestReranking:
         reranker[0].rerank("the fox", TEXTS[:5])
         assert texts == ["the fox", *TEXTS[:5]]
 
-    def test_no_documents(self, reranker: tuple[lp.Embedder, Bert]) -> None:
+    def test_no_documents_have_no_ranks(self, reranker: tuple[lp.Embedder, Bert]) -> None:
         assert reranker[0].rerank("the fox", []) == []
 
     def test_a_model_without_a_head_is_refused(
@@ -171,7 +171,7 @@ class TestReranking:
 
 
 class TestCallers:
-    def test_many_threads(self, encoder: lp.Embedder) -> None:
+    def test_threads_get_the_vectors_of_their_texts(self, encoder: lp.Embedder) -> None:
         expected = encoder.embed(TEXTS)
         with ThreadPoolExecutor(12) as pool:
             rows = list(pool.map(encoder.embed, TEXTS * 3))
@@ -189,7 +189,9 @@ class TestCallers:
             assert others.empty()
             worker.close(drain=False)
 
-    def test_asyncio(self, encoder: lp.Embedder, reranker: tuple[lp.Embedder, Bert]) -> None:
+    def test_tasks_get_the_same_results(
+        self, encoder: lp.Embedder, reranker: tuple[lp.Embedder, Bert]
+    ) -> None:
         async def run() -> None:
             rows = await asyncio.gather(*(encoder.aembed(text) for text in TEXTS))
             np.testing.assert_allclose(np.stack(rows), encoder.embed(TEXTS), atol=1e-4)

@@ -198,7 +198,7 @@ class TestForwarding:
             (b'{"model": "small", "max_tokens": "x", "prompt": "a"}', 400), (b"[" * 2000, 400),
         ],
     )  # fmt: skip
-    def test_wrong_bodies(self, server: PoolServer, body: bytes, status: int) -> None:
+    def test_wrong_bodies_are_refused(self, server: PoolServer, body: bytes, status: int) -> None:
         answer = server.client.post("/v1/completions", content=body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]

@@ -216,7 +216,7 @@ class TestTheList:
         ("text", "expected"),
         [("1000", 1000), ("1k", 1024), ("1.5 GiB", 3 * 2**29), ("2GB", 2**31), ("3M", 3 * 2**20)],
     )
-    def test_sizes(self, text: str, expected: int) -> None:
+    def test_sizes_have_units(self, text: str, expected: int) -> None:
         assert byte_count(text) == byte_count_or_zero(text) == expected
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "1X", "GiB", "1e9"])

@@ -337,7 +337,7 @@ def test_a_context_that_is_full(model: lp.Model) -> None:
 
 
 # ---- scores
-def test_scores(model: lp.Model, reference: Reference) -> None:
+def test_scores_are_those_of_llama_cpp(model: lp.Model, reference: Reference) -> None:
     prompt, n = [*SHARED, *A], len(SHARED)
     continuations = [[50, 51, 52], [60], [*A, 61]]
     texts = [[*SHARED[:9], *A, 5, 6], [*SHARED, *A, 7], [*SHARED, 8], [*SHARED[:1], *A, 9]]
@@ -389,7 +389,7 @@ def alone(reference: Reference) -> dict[tuple[int, int], list[int]]:
      {"tuning": lp.EngineTuning(n_ubatch=16)}, {"tuning": lp.EngineTuning(pipeline_depth=2)}],
     ids=["default", "few cells", "exact", "no host memory", "short turns", "small steps", "threaded"],
 )  # fmt: skip
-def test_many_callers(
+def test_many_callers_get_the_texts_of_each_alone(
     model: lp.Model,
     reference: Reference,
     alone: dict[tuple[int, int], list[int]],

@@ -141,7 +141,7 @@ def test_a_list_with_params_of_several_sets(model: lp.Model, alone: dict[tuple[i
     assert [list(completion.token_ids) for completion in completions] == [alone[pair] for pair in pairs]
 
 
-def test_asyncio(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
+def test_tasks_get_the_texts_of_their_sets(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
     async def run() -> None:
         async with engine_of(model) as engine:
             completions = await asyncio.gather(
@@ -361,7 +361,7 @@ def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: li
     [(3, TypeError), ("", ValueError), ({}, ValueError), ({"a": float("nan")}, ValueError), ({"a": 2000}, ValueError),
      ({"a": "1"}, TypeError), ({3: 1.0}, TypeError), (["a"], TypeError)],
 )  # fmt: skip
-def test_wrong_choices(value: object, error: type[Exception]) -> None:
+def test_wrong_choices_are_refused(value: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         params(value)
 

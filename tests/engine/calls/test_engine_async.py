@@ -438,7 +438,7 @@ class TestCancel:
 
 
 class TestQueue:
-    def test_full(self, make_engine: MakeEngine) -> None:
+    def test_a_full_queue_refuses_who_does_not_wait(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=1, max_queue=1)
 
         async def main() -> None:
@@ -705,7 +705,7 @@ class TestLoops:
 class TestTwins:
     """Calls for asyncio that give what those for threads give."""
 
-    def test_a_generation(self, engine: lp.Engine) -> None:
+    def test_a_generation_gives_the_same_tokens(self, engine: lp.Engine) -> None:
         expected = engine.generate(PROMPT, greedy(9)).token_ids
 
         async def main() -> None:
@@ -765,7 +765,7 @@ class TestTwins:
 
         run(main())
 
-    def test_scores(self, engine: lp.Engine) -> None:
+    def test_scores_are_those_for_threads(self, engine: lp.Engine) -> None:
         tokens = list(range(5, 25))
 
         async def main() -> list[Any]:

@@ -57,7 +57,9 @@ def expected(engine: lp.Engine) -> dict[int, str]:
     return {token: engine.generate([token], ONE).text for (token,) in prompts(500)}
 
 
-def test_portions(engine: lp.Engine, queue_lengths: list[int], generate: Callable[..., Any]) -> None:
+def test_prompts_are_asked_in_portions(
+    engine: lp.Engine, queue_lengths: list[int], generate: Callable[..., Any]
+) -> None:
     texts = expected(engine)
     queue_lengths.clear()
     completions = generate(engine, prompts(), ONE)
@@ -65,13 +67,13 @@ def test_portions(engine: lp.Engine, queue_lengths: list[int], generate: Callabl
     assert len(queue_lengths) == 6 and max(queue_lengths) < 3 * PORTION
 
 
-def test_choices_count(engine: lp.Engine, queue_lengths: list[int]) -> None:
+def test_portions_count_choices(engine: lp.Engine, queue_lengths: list[int]) -> None:
     completions = engine.generate(prompts(60), lp.SamplingParams(max_tokens=1, n=PORTION // 8))
     assert len(completions) == 60 and all(len(out.choices) == PORTION // 8 for out in completions)
     assert len(queue_lengths) == 8  # portions of eight prompts
 
 
-def test_scores(engine: lp.Engine, queue_lengths: list[int]) -> None:
+def test_scores_are_asked_in_portions(engine: lp.Engine, queue_lengths: list[int]) -> None:
     pairs = [[3 + i % 500, 4 + i // 500, 5] for i in range(N)]
     scores = engine.score_tokens(pairs)
     assert [list(score.token_ids) for score in scores] == [pair[1:] for pair in pairs]

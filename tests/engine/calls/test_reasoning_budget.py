@@ -164,7 +164,7 @@ def test_a_model_that_does_not_reason_is_not_limited(demo: lp.Model) -> None:
         assert limited.content == engine.chat(HELLO, greedy(None)).content != ""
 
 
-def test_bad_values(demo: lp.Model) -> None:
+def test_wrong_budgets_are_refused(demo: lp.Model) -> None:
     assert lp.SamplingParams(reasoning_budget=-1).reasoning_budget is None
     for value, error in ((-2, ValueError), (2**31, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="reasoning_budget"):

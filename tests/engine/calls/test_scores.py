@@ -98,7 +98,7 @@ class TestScore:
     @pytest.mark.parametrize("graph_sampling", ["off", "on"])
     @pytest.mark.parametrize("unified", [False, True])
     @pytest.mark.parametrize("n_slots", [1, 4])
-    def test_many_shapes(
+    def test_scores_of_any_shape_are_those_of_the_rows(
         self, make_engine: MakeEngine, rows: Rows, unified: bool, n_slots: int, graph_sampling: str
     ) -> None:
         engine = make_engine(
@@ -230,7 +230,7 @@ class TestScore:
         rows.assert_is(first, context, continuation[:5])
         rows.assert_is(second, context, continuation[5:9])
 
-    def test_among_generations(self, make_engine: MakeEngine, rows: Rows) -> None:
+    def test_streams_beside_a_score_change_nothing(self, make_engine: MakeEngine, rows: Rows) -> None:
         engine = make_engine(n_seq_max=3, n_ubatch=32)
         streams = [
             engine.stream(tokens_of(5, i), lp.SamplingParams(max_tokens=200, ignore_eos=True))
@@ -270,7 +270,7 @@ class TestScore:
         ):
             engine.score(tokens_of(200, 1), tokens_of(58, 2))
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         anything: Any = engine
         for arguments, error, message in (
@@ -353,7 +353,7 @@ class TestScore:
                 engine.score([5, BROKEN], [6, 7])
             assert np.isfinite(engine.score([5], [6, 7]).logprobs).all()
 
-    def test_asyncio(self, make_engine: MakeEngine) -> None:
+    def test_tasks_get_the_same_scores(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
 
         async def both() -> list[Any]:
@@ -376,7 +376,7 @@ class TestTokens:
             rows.assert_is(score, tokens[:1], tokens[1:])
         rows.assert_is(engine.score_tokens(several[2]), several[2][:1], several[2][1:])
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         anything: Any = engine
         for tokens, error, message in (
@@ -437,7 +437,7 @@ class TestPerplexity:
             total = sum(score.total for score in scores)
             assert perplexity == pytest.approx(math.exp(-total / (n - 1)), rel=1e-6)
 
-    def test_of_text(self, make_engine: MakeEngine, demo: lp.Model) -> None:
+    def test_a_text_counts_as_its_tokens(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         engine = make_engine(demo)
         text = "Once upon a time, there was a little fox."
         assert engine.perplexity(text) == engine.perplexity(demo.tokenize(text))
@@ -448,7 +448,7 @@ class TestPerplexity:
         with pytest.raises(InvalidRequestError, match=f"n_ctx is {n_ctx} and a window needs 4 tokens"):
             make_engine(n_ctx=n_ctx).perplexity(tokens_of(100, 1), 4)
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         with pytest.raises(InvalidRequestError, match="there are 100 tokens and a window has 256"):
             engine.perplexity(tokens_of(100, 1), 256)
@@ -482,7 +482,7 @@ class TestLogprobs:
                 assert [p for _, p in entry.top] == pytest.approx(np.sort(row)[::-1][:4].tolist(), abs=BOUND)
                 assert [row[t] for t, _ in entry.top] == pytest.approx([p for _, p in entry.top], abs=BOUND)
 
-    def test_of_prompts(self, make_engine: MakeEngine, rows: Rows) -> None:
+    def test_those_of_prompts_are_those_of_the_rows(self, make_engine: MakeEngine, rows: Rows) -> None:
         engine = make_engine(n_seq_max=3, n_ubatch=32)
         prompts = [tokens_of(n, n) for n in (1, 2, 33, 34, 150, 255)]
         params = lp.SamplingParams(prompt_logprobs=2, max_tokens=3, temperature=0, ignore_eos=True)

@@ -103,7 +103,7 @@ def test_schemas_as_servers_that_speak_mcp_send_them(
         engine.chat(HELLO, GREEDY, tools=tools, tool_choice="worse", template_args=ARGS)
 
 
-def test_many_tools(engine: lp.Engine) -> None:
+def test_many_tools_have_a_grammar(engine: lp.Engine) -> None:
     """Their schemas are longer than a grammar may be that a caller writes."""
     names = {f"option_{i}": {"type": "string", "description": "What it means. " * 20} for i in range(9)}
     tools = [function(f"tool_{i}", {"type": "object", "properties": names}) for i in range(60)]

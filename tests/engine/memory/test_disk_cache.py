@@ -446,7 +446,7 @@ def test_damaged_files_are_deleted(
             engine.check_integrity()
 
 
-def test_forged_heads(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_forged_heads_change_no_text(make_engine: MakeEngine, tmp_path: Path) -> None:
     """A head that says more than its file has costs a read; one of other types is none."""
     import json
     from zlib import crc32

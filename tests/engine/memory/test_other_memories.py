@@ -46,7 +46,7 @@ def tokens_of(n: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("kv_unified", [False, True])
 class TestKinds:
-    def test_a_conversation(
+    def test_a_conversation_is_reused_as_a_whole(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
     ) -> None:
         """What was told so far is in one sequence, which is reused as a whole."""

@@ -40,7 +40,9 @@ OPTIONS = ALL_OPTIONS[1:2] if FEW else ALL_OPTIONS
 
 @pytest.mark.parametrize("n_keep", [0, 1, pytest.param(10, marks=pytest.mark.device), 60])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_recompute(make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any], n_keep: int) -> None:
+def test_recompute_drops_the_older_half(
+    make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any], n_keep: int
+) -> None:
     """Three times the context; the BOS token stays in any case."""
     engine = make_engine(n_ctx=N_CTX, overflow="recompute", n_keep=n_keep, **options)
     prompts = [PROMPT, PROMPT[:20], PROMPT[:5] + PROMPT]
@@ -71,7 +73,9 @@ def test_of_a_recurrent_model(make_engine: MakeEngine, recurrent: lp.Model, mode
 
 class TestShift:
     @pytest.mark.parametrize("n_seq_max", [1, pytest.param(3, marks=pytest.mark.device)])
-    def test_moves_cells(self, make_engine: MakeEngine, tiny: lp.Model, n_seq_max: int) -> None:
+    def test_a_shift_moves_cells_and_computes_nothing_twice(
+        self, make_engine: MakeEngine, tiny: lp.Model, n_seq_max: int
+    ) -> None:
         """The same tokens as a plain loop that removes and shifts; nothing is computed twice."""
         engine = make_engine(n_ctx=N_CTX, overflow="shift", n_keep=4, n_seq_max=n_seq_max)
         out = engine.generate(PROMPT, greedy(100))

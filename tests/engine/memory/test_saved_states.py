@@ -145,7 +145,7 @@ class TestForged:
             self.refused(engine, forged(body, last + 4, n), "of position")
             self.refused(engine, forged(body, last + 16, 9), "of another architecture")
 
-    def test_anything(
+    def test_random_changes_are_refused_or_harmless(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes
     ) -> None:
         """Refused, or the cells are not taken, or they hold other numbers."""

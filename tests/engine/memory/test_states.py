@@ -148,7 +148,9 @@ def test_one_that_runs_is_shared(make_engine: MakeEngine, model: lp.Model, plain
     engine.check_integrity()
 
 
-def test_going_back(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
+def test_going_back_computes_from_the_last_state(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop
+) -> None:
     """To a place where a state is, and to one where none is: then from the last one before it."""
     engine = make_engine(model, n_seq_max=2, n_ctx=256)
     prompt = tokens_of(100, 9)
@@ -176,7 +178,9 @@ def test_slots_are_few(make_engine: MakeEngine, model: lp.Model, plain: PlainLoo
     assert engine.stats().n_restored >= 3
 
 
-def test_preempted_requests(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
+def test_preempted_requests_continue_their_texts(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop
+) -> None:
     engine = make_engine(model, n_seq_max=2, n_ctx=256)
     prompts = [tokens_of(60 + 5 * i, 60 + i % 3) for i in range(8)]
     workers = [
@@ -202,7 +206,9 @@ def test_a_salt_hides_states(make_engine: MakeEngine, model: lp.Model) -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 3_000, 60_000])
-def test_little_memory(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, cache_bytes: int) -> None:
+def test_states_that_do_not_fit_are_not_kept(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, cache_bytes: int
+) -> None:
     """States that do not fit are not kept, and nothing else is lost."""
     if cache_bytes == 3_000 and model.has_only_states:  # not a single state
         with pytest.raises(ValueError, match=r"cache_bytes is 3000; half .* give at least \d+, or 0"):
@@ -234,7 +240,7 @@ def test_scores_share_their_context(make_engine: MakeEngine, model: lp.Model) ->
         assert score.logprobs == pytest.approx(other.logprobs, abs=0.01)
 
 
-def test_exact(make_engine: partial[lp.Engine], model: lp.Model) -> None:
+def test_exact_prefixes_give_equal_bits(make_engine: partial[lp.Engine], model: lp.Model) -> None:
     """States are at multiples of a ubatch, so the tokens after them are computed in the same batches: equal bits."""
     if model.n_swa and make_engine.keywords["swa_full"] is False:
         with pytest.raises(ValueError, match="swa_full=True"):

@@ -116,6 +116,6 @@ def test_nothing_is_left_of_many() -> None:
         (range(99), range(50), 50),
     ],
 )
-def test_n_common(a: Sequence[int], b: Sequence[int], n: int) -> None:
+def test_n_common_counts_the_equal_tokens_at_the_start(a: Sequence[int], b: Sequence[int], n: int) -> None:
     assert n_common(list(a), list(b)) == n
     assert n_common([7, *a], list(b), 1) == n

@@ -63,7 +63,7 @@ class TestConstraints:
             valid += 1
         assert valid == 200
 
-    def test_each_kind(self, engine: lp.Engine) -> None:
+    def test_texts_follow_each_kind_of_constraint(self, engine: lp.Engine) -> None:
         for i in range(10):
             assert re.fullmatch("[a-c]{3,5}", engine.generate(START, wild(regex="[a-c]{3,5}", seed=i)).text)
             assert re.fullmatch("a+b", engine.generate(START, wild(lark='start: "a"+ "b"', seed=i)).text)

@@ -71,7 +71,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("change", ROWS.values(), ids=list(ROWS))
-def test_extreme_logits(engine: lp.Engine, change: Callable[[Row], None], options: dict[str, Any]) -> None:
+def test_extreme_logits_choose_an_allowed_token(
+    engine: lp.Engine, change: Callable[[Row], None], options: dict[str, Any]
+) -> None:
     allowed = np.zeros(engine.model.n_vocab, np.float32)
     change(allowed)
     params = lp.SamplingParams(max_tokens=3, seed=1, ignore_eos=True, logits_processors=[change], **options)

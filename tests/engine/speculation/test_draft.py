@@ -163,7 +163,9 @@ def test_a_draft_needs_a_draft_model(make_engine: MakeEngine, demo: lp.Model) ->
 @pytest.mark.parametrize(
     "options", [{}, {"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}], ids=str
 )
-def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]
+) -> None:
     with make_engine(demo, n_ctx=96, n_seq_max=4, draft=demo, **options) as engine:
         params = lp.SamplingParams(temperature=0, max_tokens=150, speculate="draft", ignore_eos=True)
         done = engine.generate([STORY[: 70 + i] for i in range(6)], params)

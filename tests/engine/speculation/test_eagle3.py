@@ -88,7 +88,9 @@ def test_only_tokens_of_its_own_vocabulary_are_drafted(
 
 
 @pytest.mark.parametrize("architecture", LAYER_INPUT_TARGETS[1:])
-def test_other_architectures(make_engine: MakeEngine, tmp_path: Path, architecture: str) -> None:
+def test_drafts_for_other_architectures_change_no_text(
+    make_engine: MakeEngine, tmp_path: Path, architecture: str
+) -> None:
     """The made draft is right only where the layers change the states little, and nothing scales embeddings."""
     target = eagle3_target(tmp_path / "model.gguf", architecture)
     with (

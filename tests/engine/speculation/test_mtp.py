@@ -225,7 +225,9 @@ def test_fork_and_snapshot(make_engine: MakeEngine, models: dict[str, lp.Model])
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
-def test_scarce_cells(make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]
+) -> None:
     with make_engine(models["right"], n_ctx=96, n_seq_max=4, draft="mtp", **options) as engine:
         done = engine.generate(PROMPTS, params(150))
         assert {completion.finish_reason for completion in done} == {"length"}

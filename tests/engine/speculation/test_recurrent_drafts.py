@@ -124,7 +124,7 @@ def test_a_model_with_cells_is_drafted_for(make_engine: MakeEngine, models: Mode
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
-def test_scarce_cells(make_engine: MakeEngine, models: Models, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(make_engine: MakeEngine, models: Models, options: dict[str, Any]) -> None:
     model, draft = models["itself"], models["like it"]
     with make_engine(model, n_ctx=96, n_seq_max=4, draft=draft, **options) as engine:
         done = engine.generate(PROMPTS, params(150))

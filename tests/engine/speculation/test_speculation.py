@@ -351,7 +351,9 @@ def test_a_context_is_filled_to_its_last_position(
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}])
-def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]
+) -> None:
     with make_engine(demo, n_ctx=96, n_seq_max=4, **options) as engine:
         params = lp.SamplingParams(temperature=0, max_tokens=150, prediction=STORY, ignore_eos=True)
         done = engine.generate([PROMPT[: 100 + i] for i in range(6)], params)
@@ -567,7 +569,9 @@ def test_the_first_step_of_a_number_counts_half() -> None:
 
 
 @pytest.mark.parametrize("way", ["seeded", "schema", "GBNF", "logprobs"])
-def test_micro_batches(eager: None, make_engine: MakeEngine, demo: lp.Model, way: str) -> None:
+def test_guesses_in_micro_batches_change_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, way: str
+) -> None:
     """Wrong guesses of one are removed while the other is computed."""
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
@@ -603,7 +607,9 @@ def prompts_of(n: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_sliding_windows(often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, n: int) -> None:
+def test_wrong_guesses_beside_a_window_change_no_text(
+    often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, n: int
+) -> None:
     """Wrong guesses are removed after the window has moved on, many times over: its cells are used again."""
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
@@ -860,7 +866,9 @@ def test_a_conversation_keeps_its_cells(
         engine.check_integrity()
 
 
-def test_reasons(engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model) -> None:
+def test_statistics_say_why_nothing_is_guessed(
+    engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model
+) -> None:
     engine.generate("a", lp.SamplingParams(max_tokens=2))
     assert (engine.stats().no_guesses, engine.stats().unguessed) == ("", {})
     engine.generate(["a", "b"], lp.SamplingParams(max_tokens=2, speculate="off"))

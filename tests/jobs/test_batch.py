@@ -210,7 +210,7 @@ class TestKinds:
         assert "error" not in results[1]
         assert results[2]["error"]["message"] == "the record has no column 'text'; it has 'txt'"
 
-    def test_kept_columns(self, job: Any) -> None:
+    def test_kept_columns_are_in_the_results(self, job: Any) -> None:
         records = [{"prompt": "a", "label": ["pos"], "max_tokens": 2}, {"prompt": "b"}]
         _, results = job(lines(*records), keep=["label", "max_tokens"])
         assert (results[0]["label"], results[0]["max_tokens"]) == (["pos"], 2)
@@ -228,7 +228,7 @@ class TestKinds:
         assert (results[0]["label"], results[0]["response"]["status_code"]) == (5, 200)
 
     @pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
-    def test_compressed_files(self, job: Any, tmp_path: Path, ending: str) -> None:
+    def test_compressed_files_are_read(self, job: Any, tmp_path: Path, ending: str) -> None:
         text = b'prompt\na\n"b\nc"\n' if ending == "csv.gz" else b'"a"\n{"prompt": "b\\nc"}\n'
         name = f"in.{ending}"
         _, results = job(gzip.compress(text), name)
@@ -248,14 +248,14 @@ class TestKinds:
         assert second == Record(1, {"prompt": "b"})
 
     @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}"])
-    def test_bad_templates(self, talker: lp.Engine, template: str) -> None:
+    def test_wrong_templates_are_refused(self, talker: lp.Engine, template: str) -> None:
         with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
             Answerer(talker, GREEDY, template)
 
 
 class TestOrder:
     @pytest.mark.parametrize("ordered", [True, False])
-    def test_order(self, job: Any, ordered: bool) -> None:
+    def test_results_are_in_the_order_that_is_asked_for(self, job: Any, ordered: bool) -> None:
         rng = random.Random(5)
         records = [{"prompt": f"Tale {i}", "max_tokens": rng.choice((1, 40))} for i in range(60)]
         _, results = job(lines(*records), ordered=ordered)
@@ -449,7 +449,7 @@ with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
         assert (done.n_done, len(results), (tmp_path / "out.jsonl").is_symlink()) == (1, 2, True)
         assert target.stat().st_mode & 0o777 == 0o640
 
-    def test_one_writer(self, tmp_path: Path) -> None:
+    def test_a_file_has_one_writer(self, tmp_path: Path) -> None:
         first = ResultFile(tmp_path / "out.jsonl")
         with pytest.raises(BlockingIOError, match="written by another process"):
             ResultFile(tmp_path / "out.jsonl")
@@ -494,7 +494,7 @@ class TestCommand:
         assert all(result["id"] == result["index"] for result in results)
         assert "were there already" in said
 
-    def test_interrupted(self, tmp_path: Path) -> None:
+    def test_an_interrupt_leaves_whole_lines(self, tmp_path: Path) -> None:
         (tmp_path / "in.jsonl").write_text(lines(*({"prompt": f"Tale {i}"} for i in range(3000))))
         out = tmp_path / "out.jsonl"
         with batch(tmp_path) as process:
@@ -615,7 +615,7 @@ class TestCommand:
         assert (tmp_path / "new.jsonl").read_text() == ""
 
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
-    def test_overwriting(self, tmp_path: Path, ending: str) -> None:
+    def test_a_wrong_option_overwrites_nothing(self, tmp_path: Path, ending: str) -> None:
         (tmp_path / "in.jsonl").write_text(lines("a"))
         out = tmp_path / f"out.{ending}"
         out.write_text("something else")
@@ -753,7 +753,7 @@ class TestPython:
     @pytest.mark.parametrize(
         ("records", "message"), [("text", "one str"), (Path("a.txt"), "must end with"), (5, "not iterable")]
     )
-    def test_wrong_records(self, talker: lp.Engine, records: Any, message: str) -> None:
+    def test_wrong_records_are_refused(self, talker: lp.Engine, records: Any, message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             list(lp.run_batch(records, talker))
 
@@ -843,7 +843,7 @@ class TestTables:
         with pytest.raises(ValueError, match="cannot be read as Parquet"):
             list(lp.run_batch(tmp_path / "in.parquet", talker))
 
-    def test_without_pyarrow(
+    def test_without_pyarrow_the_extra_is_named(
         self, talker: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -936,7 +936,9 @@ class TestBeforeTheFirstRecord:
             ("in.csv", "a,b\nx,y\n"),
         ],
     )
-    def test_columns(self, talker: lp.Engine, tmp_path: Path, name: str, text: str) -> None:
+    def test_columns_that_are_missing_are_named(
+        self, talker: lp.Engine, tmp_path: Path, name: str, text: str
+    ) -> None:
         source, out = tmp_path / name, tmp_path / "out.jsonl"
         source.write_text(text)
         with pytest.raises(ValueError, match=r"in\.\w+ has no column 'c'; it has 'a'"):
@@ -957,7 +959,7 @@ class TestBeforeTheFirstRecord:
             writes.result()
         assert (done.n_done, done.n_failed) == (2, 0)
 
-    def test_params(self, talker: lp.Engine) -> None:
+    def test_params_are_checked(self, talker: lp.Engine) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "x"}}}
         with pytest.raises(ValueError, match="json_schema"):
             lp.run_batch(["a"], talker, lp.SamplingParams(json_schema=schema))

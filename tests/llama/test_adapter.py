@@ -222,7 +222,7 @@ def test_invocation_tokens(tmp_path: Path, path: Path, model: lp.Model) -> None:
         assert both.before == model.adapters.choose({c: 0.5}) and alone.before is None
 
 
-def test_other_files(tmp_path: Path, path: Path, model: lp.Model) -> None:
+def test_other_files_are_refused_with_a_fix(tmp_path: Path, path: Path, model: lp.Model) -> None:
     for file, message in ((path, "it is a model"), (tmp_path / "no.gguf", "does not exist")):
         with pytest.raises(ModelLoadError, match=message):
             model.load_adapter(file)
@@ -243,7 +243,7 @@ def test_other_files(tmp_path: Path, path: Path, model: lp.Model) -> None:
         model.load_adapter(tmp_path / "cut.gguf")
 
 
-def test_wrong_arguments(model: lp.Model) -> None:
+def test_wrong_names_are_refused(model: lp.Model) -> None:
     for name, error in ((3, TypeError), ("", ValueError), ("x" * 300, ValueError)):
         with pytest.raises(error, match="name of an adapter"):
             model.load_adapter("a.gguf", name)  # type: ignore[arg-type]

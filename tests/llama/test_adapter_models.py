@@ -62,7 +62,9 @@ def test_experts_have_adapters(tmp_path: Path) -> None:
     [("qwen2", 0), ("qwen3", 0), ("gemma2", 0), ("gemma3", 0), ("granite", 0), ("olmo2", 0), ("phi2", 0), ("glm4", 0),
      ("starcoder2", 0), ("gpt-oss", 3), ("mamba", 2), ("minicpm3", 4)],
 )  # fmt: skip
-def test_other_architectures(tmp_path: Path, architecture: str, n_ignored: int) -> None:
+def test_adapters_of_any_matrix_work_or_are_refused(
+    tmp_path: Path, architecture: str, n_ignored: int
+) -> None:
     """Each kind of matrix alone: llama.cpp would ignore a pair whose product its graph does without adapters."""
     path = tmp_path / "model.gguf"
     grow(path, architecture)

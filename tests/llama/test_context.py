@@ -268,7 +268,7 @@ def test_a_context_belongs_to_one_thread(context: Context) -> None:
     "name",
     ["n_ctx", "n_seq_max", "n_cells", "n_batch", "n_ubatch", "n_outputs_max", "n_threads", "n_threads_batch"],
 )
-def test_bad_sizes(make_context: MakeContext, name: str, bad: Bad) -> None:
+def test_wrong_sizes_are_refused(make_context: MakeContext, name: str, bad: Bad) -> None:
     optional = ("n_ctx", "n_cells", "n_outputs_max", "n_threads", "n_threads_batch")
     if bad.value is None and name in optional:
         make_context(**{name: None})
@@ -328,7 +328,7 @@ def test_sizes_at_their_limits(make_context: MakeContext, options: dict[str, Any
 
 @pytest.mark.parametrize("bad", CHOICES, ids=names)
 @pytest.mark.parametrize("name", ["type_k", "type_v", "flash_attn"])
-def test_bad_choices(make_context: MakeContext, name: str, bad: Bad) -> None:
+def test_wrong_choices_are_refused(make_context: MakeContext, name: str, bad: Bad) -> None:
     with pytest.raises(bad.error, match=f"^{name} (is|must be)"):
         make_context(**{name: bad.value})
 

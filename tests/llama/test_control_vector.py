@@ -195,7 +195,9 @@ def test_other_files_and_models(tmp_path: Path, path: Path, model: lp.Model) -> 
     [((0, 2), ValueError), ((1, 5), ValueError), ((3, 2), ValueError), (3, TypeError), ((1, 2, 3), TypeError),
      ((1.0, 2), TypeError)],
 )  # fmt: skip
-def test_wrong_layers(tmp_path: Path, model: lp.Model, layers: object, error: type[Exception]) -> None:
+def test_wrong_layers_are_refused(
+    tmp_path: Path, model: lp.Model, layers: object, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="layers"):
         model.load_control_vector(tmp_path / "v.gguf", layers=layers)  # type: ignore[arg-type]
 

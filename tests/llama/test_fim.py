@@ -100,7 +100,9 @@ class TestWrong:
             ({"n_max": 7}, lp.errors.InvalidRequestError, "may have 7 tokens here, and its marks take 4"),
         ],
     )
-    def test_arguments(self, plain: lp.Model, change: dict[str, Any], error: Any, message: str) -> None:
+    def test_wrong_arguments_are_refused(
+        self, plain: lp.Model, change: dict[str, Any], error: Any, message: str
+    ) -> None:
         arguments = {"prefix": "a", "suffix": "b", **change}
         with pytest.raises(error, match=message):
             plain.tokenize_fim(arguments.pop("prefix"), arguments.pop("suffix"), **arguments)

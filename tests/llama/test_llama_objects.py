@@ -93,7 +93,7 @@ def test_bytes_that_form_no_character_are_replaced(tiny: lp.Model) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "\udc80\udc81"])
-def test_lone_surrogates(tiny: lp.Model, text: str) -> None:
+def test_lone_surrogates_are_refused(tiny: lp.Model, text: str) -> None:
     with pytest.raises(ValueError, match=r"^text has a lone surrogate at \d"):
         tiny.tokenize(text)
 

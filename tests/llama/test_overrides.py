@@ -134,7 +134,7 @@ def test_random_changes_end_nothing() -> None:
         ("exps=CPU", TypeError, "must be a mapping"),
     ],
 )
-def test_bad_placements(placement: Any, error: type[Exception], says: str) -> None:
+def test_wrong_placements_are_refused(placement: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         lp.Model(DEMO, tensor_placement=placement)
 

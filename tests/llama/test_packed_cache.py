@@ -622,7 +622,7 @@ def test_where_nothing_is_packed_nothing_is_written(path: Path, folder: Path) ->
     assert not folder.exists()
 
 
-def test_wrong_options(path: Path, folder: Path) -> None:
+def test_options_that_rule_a_cache_out_are_refused(path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"packed_cache maps .* kernels='ggml' does not allow"):
         lp.Model(path, packed_cache=folder, kernels="ggml")
     with pytest.raises(ValueError, match="use_mmap=False does not allow"):

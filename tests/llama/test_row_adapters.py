@@ -165,7 +165,7 @@ def test_what_carries_what(model: lp.Model, carrier: Any, adapters: Any, expecte
 
 
 @pytest.mark.parametrize("architecture", sorted(ROWS_ARE_TOKENS))
-def test_architectures(tmp_path: Path, architecture: str) -> None:
+def test_rows_of_other_architectures_are_those_of_each_alone(tmp_path: Path, architecture: str) -> None:
     """In their graphs each row of a product with an adapter is an entry of the batch, or an output."""
     path = tmp_path / "model.gguf"
     grow(path, architecture)

@@ -240,7 +240,7 @@ def test_rows_of_other_numbers_are_converted(chain: Chain, row: Row, kind: Any) 
 
 # ---- wrong arguments
 @pytest.mark.parametrize("bad", [*INTEGERS, Bad(-1, ValueError)], ids=names)
-def test_bad_seeds(tiny: lp.Model, bad: Bad) -> None:
+def test_wrong_seeds_are_refused(tiny: lp.Model, bad: Bad) -> None:
     with pytest.raises(bad.error, match=r"^seed (is|must be)"):
         Chain(tiny.vocab, bad.value)
 
@@ -266,7 +266,7 @@ def test_bad_accepted_tokens(chain: Chain, bad: Bad) -> None:
         (["a"] * 512, TypeError),
     ],
 )
-def test_bad_rows(chain: Chain, row: Row, logits: Any, error: type[Exception]) -> None:
+def test_wrong_rows_are_refused(chain: Chain, row: Row, logits: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^logits (must be|have)"):
         chain.sample(logits)
     assert chain.sample(row) == next(chain_of_seed_7(row))

@@ -446,7 +446,7 @@ class TestFactory:
             params = SamplingParams(repeat_penalty=1.5, repeat_last_n=n)
             assert SamplerFactoryCache(vocabs[100], 64).sampler_factory(params).history(tokens) == expected
 
-    def test_seeds(self) -> None:
+    def test_a_seed_is_drawn_if_none_is_asked_for(self) -> None:
         assert choose_seed(SamplingParams(seed=11)) == 11
         assert choose_seed(SamplingParams(seed=0)) == 0
         drawn = {choose_seed(SamplingParams()) for _ in range(20)}

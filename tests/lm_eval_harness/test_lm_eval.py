@@ -99,7 +99,9 @@ class TestScores:
         used = lm.engine.stats().n_prompt_tokens - before
         assert used < 2 * len(lm.tok_encode("Counting from 7 to 30:" * 9))
 
-    def test_whole_texts(self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model) -> None:
+    def test_whole_texts_are_scored_in_windows(
+        self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model
+    ) -> None:
         long = ", ".join(map(str, range(1, 300)))
         documents = ["Once upon a time, there was a fox.", long, "", "A"]
         totals = lm.loglikelihood_rolling(
@@ -122,7 +124,7 @@ class TestScores:
         with pytest.raises(ValueError, match=message):
             likelihoods(lm, pair)
 
-    def test_no_requests(self, lm: LlamapipeLM) -> None:
+    def test_no_requests_have_no_answers(self, lm: LlamapipeLM) -> None:
         assert likelihoods(lm) == []
         assert texts(lm) == []
         assert lm.loglikelihood_rolling([], disable_tqdm=True) == []
@@ -248,7 +250,7 @@ class TestModel:
             ({"path": "/nowhere.gguf"}, "nowhere.gguf"),
         ],
     )
-    def test_wrong_arguments(self, arguments: dict[str, Any], message: str) -> None:
+    def test_wrong_arguments_are_refused(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises((TypeError, ValueError, lp.errors.ModelLoadError), match=message):
             LlamapipeLM(**arguments)
 

@@ -119,7 +119,7 @@ def test_what_has_positions_with_a_height_and_a_width(tmp_path: Path) -> None:
         assert not loaded.has_mrope
 
 
-def test_wrong_values(text: Path) -> None:
+def test_wrong_projectors_are_refused(text: Path) -> None:
     with pytest.raises(TypeError, match="mmproj must be a path, a bool or None, not int"):
         lp.Model(text, mmproj=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no model on the hub"):

@@ -97,7 +97,9 @@ def check(completion: lp.ChatCompletion, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("seeds", [(0,), (1,), (2, 3), (0, 1, 2, 3)])
-def test_one_alone(model: lp.Model, reference: Reference, seeds: tuple[int, ...]) -> None:
+def test_images_give_the_probabilities_of_libmtmd(
+    model: lp.Model, reference: Reference, seeds: tuple[int, ...]
+) -> None:
     messages, _ = question(*seeds)
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
         check(engine.chat(messages, ONE), expected(model, reference, messages))

@@ -132,7 +132,9 @@ def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path]
         (None, 7, "at least 8 tokens and at most 7; the projector's own image_min_tokens is 8: set it"),
     ],
 )
-def test_wrong_limits(files: tuple[Path, Path], least: int | None, most: int | None, message: str) -> None:
+def test_wrong_limits_are_refused(
+    files: tuple[Path, Path], least: int | None, most: int | None, message: str
+) -> None:
     text, mmproj = files
     with pytest.raises(ValueError, match=message):
         lp.Model(text, mmproj=mmproj, image_min_tokens=least, image_max_tokens=most)

@@ -204,7 +204,7 @@ class TestRequests:
             several = engine.chat(question(part(tiles)), lp.SamplingParams(max_tokens=5, n=3, seed=1))
             assert len(several.choices) == 3
 
-    def test_asyncio(self, tiles: lp.Model) -> None:
+    def test_tasks_and_streams_say_the_same(self, tiles: lp.Model) -> None:
         async def ask(engine: lp.Engine) -> tuple[str, str]:
             answer = await engine.achat(question(part(tiles)), FEW)
             stream = engine.astream_chat(question(part(tiles)), FEW)
@@ -214,7 +214,7 @@ class TestRequests:
             streamed, whole = asyncio.run(ask(engine))
             assert streamed == whole
 
-    def test_forms(self, tiles: lp.Model, tmp_path: Path) -> None:
+    def test_every_form_of_an_image_is_the_same_image(self, tiles: lp.Model, tmp_path: Path) -> None:
         import base64
 
         from PIL import Image
@@ -354,7 +354,7 @@ class TestRefusals:
             with pytest.raises(InvalidRequestError, match=r"only text is supported.*mmproj=FILE"):
                 engine.chat(question({"type": "image", "image": picture()}))
 
-    def test_wrong_kinds(self, model: lp.Model) -> None:
+    def test_parts_of_another_kind_are_refused(self, model: lp.Model) -> None:
         wrong = (
             {"type": "audio", "audio": tone()}
             if model.supports_images
@@ -380,7 +380,7 @@ class TestRefusals:
             (np.broadcast_to(np.uint8(1), (6000, 6000, 3)), "has 6000 × 6000 pixels; at most 33554432"),
         ],
     )
-    def test_bad_images(self, tiles: lp.Model, value: Any, message: str) -> None:
+    def test_wrong_images_are_refused(self, tiles: lp.Model, value: Any, message: str) -> None:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine:
             with pytest.raises(InvalidRequestError, match=message):
                 engine.chat(question({"type": "image", "image": value}))
@@ -437,7 +437,7 @@ class TestRefusals:
         ):
             engine.chat(question({"type": "image", "image": picture()}))
 
-    def test_files(self, text_model: Path, tmp_path: Path) -> None:
+    def test_files_that_do_not_fit_are_refused(self, text_model: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match="not a projector; mmproj is the second file"):
             lp.Model(text_model, mmproj=text_model)
         with pytest.raises(ModelLoadError, match="does not exist"):

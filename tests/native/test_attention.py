@@ -159,22 +159,22 @@ def some(
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 7, 33, 100])
-def test_rows(n_rows: int) -> None:
+def test_any_number_of_rows_is_exact(n_rows: int) -> None:
     some(n_rows).check()
 
 
 @pytest.mark.parametrize("n_cells", [1, 8, 31, 33, 64, 65, 4100])
-def test_cells(n_cells: int) -> None:
+def test_any_number_of_cells_is_exact(n_cells: int) -> None:
     some(1, n_cells).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (14, 2), (12, 12), (64, 1)])
-def test_heads(heads: tuple[int, int]) -> None:
+def test_any_heads_are_exact(heads: tuple[int, int]) -> None:
     some(5, heads=heads).check()
 
 
 @pytest.mark.parametrize("n_dims", [8, 40, 80, 128, 256])
-def test_dimensions(n_dims: int) -> None:
+def test_any_dimensions_are_exact(n_dims: int) -> None:
     some(9, n_dims=n_dims).check()
 
 
@@ -192,7 +192,7 @@ def test_formats_of_the_cache(kind: Type) -> None:
     [{"masks": None}, {"softcap": 5.0}, {"sinks": np.array([-1.0, 0.0, 3.0, -np.inf])}],
     ids=lambda options: next(iter(options)),
 )
-def test_options(options: dict[str, Any]) -> None:
+def test_all_options_are_exact(options: dict[str, Any]) -> None:
     some(9, **options).check()
 
 

@@ -211,17 +211,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 63, 64, 65, 200])
-def test_tokens(kind: str, n_tokens: int) -> None:
+def test_any_number_of_tokens_is_exact(kind: str, n_tokens: int) -> None:
     some(kind, n_tokens).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 3), (16, 16), (32, 16)])
-def test_heads(kind: str, heads: tuple[int, int]) -> None:
+def test_any_heads_are_exact(kind: str, heads: tuple[int, int]) -> None:
     some(kind, heads=heads).check()
 
 
 @pytest.mark.parametrize("n_dims", [16, 48, 128])
-def test_dimensions(kind: str, n_dims: int) -> None:
+def test_any_dimensions_are_exact(kind: str, n_dims: int) -> None:
     some(kind, dims=(n_dims, n_dims)).check()
 
 
@@ -263,7 +263,7 @@ def test_where_states_are_read_and_written(kind: str, ids: tuple[int, ...], firs
 
 @pytest.mark.parametrize("kind", ["delta net", "scan"])
 @pytest.mark.parametrize("ids", [(0, 1), (1, 0), (5, 6), (6, 5), (10, 1)])
-def test_earlier_states(kind: str, ids: tuple[int, ...]) -> None:
+def test_earlier_states_are_kept(kind: str, ids: tuple[int, ...]) -> None:
     """Those of the last tokens are kept, each in its own part of the cells; sequences go on from any of them."""
     for n_tokens in (1, 2, 3, 70):
         some(kind, n_tokens, n_kept=3, ids=ids).check()
@@ -339,7 +339,7 @@ def convolve(
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("n_channels", [1, 17, 96])
 @pytest.mark.parametrize("n_tokens", [1, 5, 16, 100])
-def test_convolutions(width: int, n_channels: int, n_tokens: int) -> None:
+def test_convolutions_are_exact(width: int, n_channels: int, n_tokens: int) -> None:
     draw = np.random.default_rng(4)
     old, tokens, weights = (
         draw.standard_normal(shape, np.float32)

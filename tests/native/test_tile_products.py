@@ -116,7 +116,7 @@ def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: str, value: float)
 
 
 @kinds
-def test_zeros(kind: str) -> None:
+def test_rows_of_zeros_give_zeros(kind: str) -> None:
     product = Product(kind, random(1, 64, N_COLUMNS), np.zeros((1, 64, N_COLUMNS), np.float32), varies=True)
     assert not product.compute().any()
 

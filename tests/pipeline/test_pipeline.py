@@ -571,7 +571,7 @@ class TestClose:
 
 
 @pytest.mark.parametrize("bad", INTEGERS, ids=names(INTEGERS))
-def test_bad_options(tiny: lp.Model, bad: Any) -> None:
+def test_wrong_options_are_refused(tiny: lp.Model, bad: Any) -> None:
     for name in ("depth", "n_outputs_max", "n_seq_max"):
         if bad.value is None and name == "n_outputs_max":  # the default
             continue
@@ -579,7 +579,7 @@ def test_bad_options(tiny: lp.Model, bad: Any) -> None:
             lp.Pipeline(tiny, **{"n_ctx": 64, name: bad.value})
 
 
-def test_bad_ring(tiny: lp.Model) -> None:
+def test_wrong_rings_and_models_are_refused(tiny: lp.Model) -> None:
     with pytest.raises(ValueError, match="ring"):
         lp.Pipeline(tiny, ring="square")
     with pytest.raises(TypeError, match="model must be a Model"):

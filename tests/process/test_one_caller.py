@@ -128,7 +128,7 @@ class TestGeneration:
 
 
 @pytest.mark.parametrize("kind", ["stream", "stream_chat"])
-def test_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+def test_a_second_thread_in_a_stream_is_refused(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
     engine = make_engine(demo)
     streams: list[Any] = []
 
@@ -144,7 +144,7 @@ def test_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["astream", "astream_chat"])
-def test_async_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+def test_a_second_task_in_a_stream_is_refused(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
     engine = make_engine(demo)
     prompt: Any = "a" if kind == "astream" else [{"role": "user", "content": "a"}]
 

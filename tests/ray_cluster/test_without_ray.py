@@ -178,7 +178,7 @@ class TestRows:
         assert out[3]["error"].startswith("ValueError")
         assert "'prompt' is no option" in out[4]["error"]
 
-    def test_conversations(self, completer: Any) -> None:
+    def test_conversations_are_lists_or_json(self, completer: Any) -> None:
         spoken = [[{"role": "user", "content": "The cat"}], None]
         out = completed(completer(messages="m", params=GREEDY), arrow.table({"m": spoken})).to_pylist()
         text = completed(
@@ -212,7 +212,7 @@ class TestRows:
             ({"prompt": "q", "params": lp.SamplingParams(prompt_logprobs=1)}, ValueError, "prompt_logprobs"),
         ],
     )
-    def test_wrong_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
+    def test_wrong_arguments_are_refused(self, arguments: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             RowFormat(**arguments)
 

@@ -60,7 +60,9 @@ def test_adapters_are_listed_as_models_with_their_parent(client: httpx.Client) -
 
 
 @pytest.mark.parametrize("name", ["demo", "a", "b"])
-def test_completions(client: httpx.Client, engine: lp.Engine, name: str) -> None:
+def test_completions_use_the_adapter_of_their_model(
+    client: httpx.Client, engine: lp.Engine, name: str
+) -> None:
     expected = text(engine, None if name == "demo" else name)
     answer = client.post("/v1/completions", json={"model": name, "prompt": PROMPT, **SAMPLED}).json()
     assert (answer["model"], answer["choices"][0]["text"]) == (name, expected)
@@ -82,7 +84,9 @@ def test_the_adapters_change_the_text(engine: lp.Engine) -> None:
         ("/v1/responses", {"input": "Hi"}),
     ],
 )
-def test_conversations(client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]) -> None:
+def test_conversations_use_the_adapter_of_their_model(
+    client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
+) -> None:
     limit = "max_output_tokens" if "input" in body else "max_tokens"
     for name in ("a", "demo", "b"):
         params = lp.SamplingParams(adapter=None if name == "demo" else name, **SAMPLED)
@@ -127,7 +131,7 @@ def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.
         ({"lora": [{"id": "c"}]}, "there is no adapter 'c'; GET /lora-adapters lists 2"),
     ],
 )
-def test_wrong_choices(client: httpx.Client, more: dict[str, Any], message: str) -> None:
+def test_wrong_choices_are_refused(client: httpx.Client, more: dict[str, Any], message: str) -> None:
     answer = client.post("/completion", json={"prompt": PROMPT, "n_predict": 2, **more})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
@@ -192,7 +196,7 @@ def test_an_activated_lora_shares_the_models_cells(
         assert answer.status_code == 400 and "several activated LoRAs" in answer.json()["error"]["message"]
 
 
-def test_ollamas_api(engine: lp.Engine) -> None:
+def test_ollamas_api_has_adapters_as_models(engine: lp.Engine) -> None:
     with http_client(engine, model_names=("demo",), ollama=True, allow_pull=True) as client:
         tags = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
         assert list(tags) == ["demo:latest", "a:latest", "b:latest"]

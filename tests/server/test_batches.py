@@ -149,7 +149,9 @@ def test_a_batch_has_the_answers_of_its_requests(engine: lp.Engine, store: Path)
         (RESPONSES, {"model": "demo", "input": "Hello", "max_output_tokens": 4, "temperature": 0}),
     ],
 )
-def test_other_endpoints(engine: lp.Engine, store: Path, endpoint: str, body: dict[str, Any]) -> None:
+def test_other_endpoints_are_answered(
+    engine: lp.Engine, store: Path, endpoint: str, body: dict[str, Any]
+) -> None:
     with served(engine, store) as client:
         done = ended(client, begun(client, lines_of([body] * 3, endpoint), endpoint).id)
         answers = [line["response"]["body"] for line in results_of(client, done.output_file_id).values()]
@@ -160,7 +162,7 @@ def test_other_endpoints(engine: lp.Engine, store: Path, endpoint: str, body: di
             }
 
 
-def test_embeddings(store: Path, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_the_route(store: Path, tmp_path: Path) -> None:
     file, _ = bert_model(tmp_path / "bert.gguf")
     with (
         lp.Model(file) as model,
@@ -237,7 +239,7 @@ def test_too_many_requests(engine: lp.Engine, store: Path, monkeypatch: pytest.M
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
     ],
 )
-def test_wrong_fields(engine: lp.Engine, store: Path, fields: dict[str, Any], field: str) -> None:
+def test_wrong_fields_are_named(engine: lp.Engine, store: Path, fields: dict[str, Any], field: str) -> None:
     with served(engine, store) as client:
         file = client.files.create(file=b"{}", purpose="batch")
         options: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
@@ -259,14 +261,14 @@ def test_wrong_fields(engine: lp.Engine, store: Path, fields: dict[str, Any], fi
         ),
     ],
 )
-def test_wrong_uploads(engine: lp.Engine, store: Path, form: Any, field: str) -> None:
+def test_wrong_uploads_are_refused(engine: lp.Engine, store: Path, form: Any, field: str) -> None:
     with served(engine, store) as client:
         answer = httpx.post(f"{client.base_url}files", files=form)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         assert client.files.list().data == []
 
 
-def test_files(engine: lp.Engine, store: Path) -> None:
+def test_files_are_listed_read_and_deleted(engine: lp.Engine, store: Path) -> None:
     with served(engine, store) as client:
         after: Any = {"anchor": "created_at", "seconds": 3600}
         files = [

@@ -116,7 +116,7 @@ def test_what_cannot_be_followed_is_refused(client: httpx.Client, grammar: dict[
 
 
 @pytest.mark.parametrize("text_format", [{"type": "grammr"}, {}, "text", {"type": "text", "x": 1}])
-def test_other_formats(client: httpx.Client, text_format: Any) -> None:
+def test_other_formats_are_refused(client: httpx.Client, text_format: Any) -> None:
     body = responses()
     body["tools"][0]["format"] = text_format
     answer = client.post("/v1/responses", json=body)

@@ -67,6 +67,6 @@ def test_it_holds_where_a_request_says_nothing(demo: lp.Model, path: str, body: 
         ({"top_k": 1.5}, "sampling: top_k"),
     ],
 )
-def test_bad_values(sampling: dict[str, Any], message: str) -> None:
+def test_wrong_defaults_are_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ServerSettings(sampling=sampling)

@@ -242,7 +242,7 @@ class TestScores:
             assert np.allclose([entry["score"] for entry in data], vectors @ vectors[0], atol=1e-5)
             assert answer.json()["usage"]["prompt_tokens"] > 0
 
-    def test_of_pairs(self, url: str) -> None:
+    def test_of_equal_pairs_are_1(self, url: str) -> None:
         answer = httpx.post(f"{url}/score", json={"text_1": TEXTS[:3], "text_2": TEXTS[:3]}).json()
         assert np.allclose([entry["score"] for entry in answer["data"]], 1, atol=1e-5)
 

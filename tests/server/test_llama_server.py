@@ -125,7 +125,7 @@ class TestCompletion:
         assert (last["stop"], last["content"], last["tokens"], last["stop_type"]) == (True, "", [], "limit")
         assert last.keys() == whole.keys()
 
-    def test_continues_form(self, client: httpx.Client) -> None:
+    def test_continues_form_is_streamed(self, client: httpx.Client) -> None:
         with client.stream("POST", "/completion", json=CONTINUE) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             values = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
@@ -167,7 +167,7 @@ class TestCompletion:
         assert result.keys() == {"content", "timings/prompt_n", "generation_settings/n_predict", "prompt"}
         assert result["generation_settings/n_predict"] == 8
 
-    def test_probabilities(self, client: httpx.Client) -> None:
+    def test_each_token_has_probabilities(self, client: httpx.Client) -> None:
         entries = answer(client, "/completion", {**PROMPT, "n_probs": 3})["completion_probabilities"]
         parts = [part for part in events(client, "/completion", {**PROMPT, "n_probs": 3}) if not part["stop"]]
         assert [entry for part in parts for entry in part["completion_probabilities"]] == entries
@@ -271,7 +271,7 @@ class TestInfill:
     @pytest.mark.parametrize(
         "extra", [{}, {"filename": "a"}, {"filename": 1, "text": "b"}, {"text": 4}, "a", 7, None]
     )
-    def test_wrong_files(self, client: httpx.Client, extra: Any) -> None:
+    def test_wrong_files_are_refused(self, client: httpx.Client, extra: Any) -> None:
         assert "input_extra" in refused(client, "/infill", {**GAP, "input_extra": [extra]})["param"]
 
 
@@ -316,14 +316,14 @@ class TestHostile:
     ) -> None:
         assert answer(client, "/infill", {**GAP, field: "ab\n" * 2_000_000})["truncated"]
 
-    def test_many_files(self, client: httpx.Client) -> None:
+    def test_many_files_are_cut(self, client: httpx.Client) -> None:
         assert answer(client, "/infill", {**GAP, "input_extra": [{"text": ""}] * 100_000})["truncated"]
 
     def test_huge_paths_of_fields(self, client: httpx.Client) -> None:
         body = {**PROMPT, "response_fields": ["/".join("x" * 50_000), "content/" * 1000, "content"] * 10}
         assert answer(client, "/completion", body).keys() == {"content"}
 
-    def test_lone_surrogates(self, client: httpx.Client) -> None:
+    def test_lone_surrogates_are_replaced(self, client: httpx.Client) -> None:
         """They stand for half a character: U+FFFD is taken in their place."""
         texts = []
         for half in ("\ud800", "\ufffd"):
@@ -397,7 +397,7 @@ class TestSamplers:
 
 
 class TestServer:
-    def test_props(self, client: httpx.Client, engine: lp.Engine) -> None:
+    def test_props_are_those_of_the_engine(self, client: httpx.Client, engine: lp.Engine) -> None:
         result = client.get("/props").json()
         assert (result["total_slots"], result["default_generation_settings"]["n_ctx"]) == (4, 512)
         assert result["default_generation_settings"]["params"]["n_predict"] == -1
@@ -406,7 +406,7 @@ class TestServer:
         assert (result["bos_token"], result["eos_token"], result["model_alias"]) == ("<s>", "</s>", "demo")
         assert math.isfinite(result["default_generation_settings"]["params"]["seed"])
 
-    def test_slots(self, client: httpx.Client) -> None:
+    def test_slots_say_whether_they_are_processing(self, client: httpx.Client) -> None:
         slots = client.get("/slots").json()
         assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
         assert not any(slot["is_processing"] for slot in slots)

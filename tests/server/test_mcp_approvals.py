@@ -118,7 +118,7 @@ def test_what_needs_approval(client: Any, required: Any, asked: str | None) -> N
     assert ran == {"add": [], "fail": ["add"], None: ["add", "fail"]}[asked]
 
 
-def test_wrong_approvals(client: Any) -> None:
+def test_wrong_approvals_are_refused(client: Any) -> None:
     first: Any = client.responses.create(**OPTIONS, tools=[ASKS])
     items = sent_back(first)
     for inputs, tools, problem in (

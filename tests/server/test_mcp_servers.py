@@ -40,7 +40,7 @@ def called(folder: Path, kind: str) -> Any:
     return used(folder, {kind: entry(kind, str(folder))}, lambda local: local.call(kind, "act", {}))
 
 
-def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_lists_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_TOKEN", "secret")
     monkeypatch.delenv("TEST_NONE", raising=False)
     path = write_file(

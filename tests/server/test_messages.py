@@ -49,7 +49,7 @@ def test_an_answer_is_the_engines(client: anthropic.Anthropic, engine: lp.Engine
     assert message.usage.output_tokens == expected.n_completion_tokens
 
 
-def test_models(client: anthropic.Anthropic) -> None:
+def test_models_are_listed_with_their_limits(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
     assert model.created_at.tzinfo is not None and model.lifecycle == "active"

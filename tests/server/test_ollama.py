@@ -189,7 +189,7 @@ class TestAnswers:
 
     @on_both
     @pytest.mark.parametrize("n", [None, 2])
-    def test_log_probabilities(
+    def test_log_probabilities_are_the_engines(
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any], n: int | None
     ) -> None:
         expected = engine.chat(COW, lp.SamplingParams(temperature=0, max_tokens=8, logprobs=n or 0))
@@ -224,7 +224,7 @@ class TestAnswers:
 
 class TestOptions:
     @on_both
-    def test_ollamas_defaults(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    def test_ollamas_defaults_hold(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
         defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "num_predict": 8}
         texts = {
             text_of(whole(client, path, {**body, "options": {"seed": 5, **options}}))
@@ -333,7 +333,7 @@ class TestOptions:
         ],
         ids=str,
     )  # fmt: skip
-    def test_wrong_values(
+    def test_wrong_values_are_refused(
         self, client: httpx.Client, path: str, body: dict[str, Any], change: dict[str, Any], message: str
     ) -> None:
         assert message in refused(client, path, {**body, **change})
@@ -359,7 +359,9 @@ class TestOptions:
         ],
         ids=str,
     )
-    def test_wrong_chats(self, client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    def test_wrong_chats_are_refused(
+        self, client: httpx.Client, change: dict[str, Any], message: str
+    ) -> None:
         assert message in refused(client, "/api/chat", {**CHAT, **change})
 
     @pytest.mark.parametrize(
@@ -381,7 +383,9 @@ class TestOptions:
         ],
         ids=str,
     )
-    def test_wrong_prompts(self, client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    def test_wrong_prompts_are_refused(
+        self, client: httpx.Client, change: dict[str, Any], message: str
+    ) -> None:
         assert message in refused(client, "/api/generate", {**TEXT, **change})
 
 
@@ -408,7 +412,7 @@ class TestNames:
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "demo", "input": "x"})
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "bert", "input": "x"}, status=404)
 
-    def test_lists(self, client: httpx.Client, engine: lp.Engine, embedder: lp.Embedder) -> None:
+    def test_models_are_listed(self, client: httpx.Client, engine: lp.Engine, embedder: lp.Embedder) -> None:
         models = client.get("/api/tags").json()["models"]
         assert [model["name"] for model in models] == ["demo:latest", "tagged:1b", "bert:latest"]
         assert [model["capabilities"] for model in models] == [["completion", "insert"]] * 2 + [["embedding"]]
@@ -423,7 +427,7 @@ class TestNames:
         assert loaded[0]["size_vram"] == 0
 
     @pytest.mark.parametrize("field", ["model", "name"])
-    def test_a_model(self, client: httpx.Client, field: str) -> None:
+    def test_a_model_is_shown_with_its_sizes(self, client: httpx.Client, field: str) -> None:
         shown = client.post("/api/show", json={field: "demo:latest"}).json()
         assert shown["capabilities"] == ["completion", "insert"]
         info = shown["model_info"]
@@ -552,7 +556,7 @@ class TestEmbeddings:
         "change",
         [{"input": 3}, {"input": [3]}, {"input": None}, {"dimensions": -1}, {"dimensions": 10**6}, {"prompt": "a"}],
     )  # fmt: skip
-    def test_wrong_values(self, client: httpx.Client, change: dict[str, Any]) -> None:
+    def test_wrong_values_are_refused(self, client: httpx.Client, change: dict[str, Any]) -> None:
         assert refused(client, "/api/embed", {"model": "bert", "input": "a", **change})
 
 
@@ -573,7 +577,7 @@ class TestServer:
             assert "start the server with --ollama" in refused(client, "/api/chat", CHAT, status=404)
             assert client.get("/").text.startswith("<!doctype html>")
 
-    def test_keys(self, engine: lp.Engine) -> None:
+    def test_keys_are_asked_for(self, engine: lp.Engine) -> None:
         with served(engine, api_keys=("k",)) as client:
             assert client.get("/").text == "Ollama is running"
             for path, body in BOTH:

@@ -138,7 +138,7 @@ def test_a_served_model_is_there(client: httpx.Client, hub: SmallHub) -> None:
     assert not hub.requests
 
 
-def test_delete(client: httpx.Client, home: Path) -> None:
+def test_a_deleted_file_is_gone_and_no_other(client: httpx.Client, home: Path) -> None:
     for name in (f"{REPO}:F16", f"{REPO}:Q8_0"):
         pull(client, name)
     assert files(home) == {"m-F16.gguf", "m-Q8_0.gguf"}
@@ -155,7 +155,7 @@ def test_delete(client: httpx.Client, home: Path) -> None:
     refused(client.request("DELETE", "/api/delete", json={}), 400)
 
 
-def test_copies(client: httpx.Client) -> None:
+def test_a_copy_is_another_name(client: httpx.Client) -> None:
     body = {"source": "demo", "destination": "user/demo"}
     for _ in range(2):
         assert client.post("/api/copy", json=body).status_code == 200

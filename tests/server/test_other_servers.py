@@ -464,7 +464,7 @@ class TestFields:
             )
 
     @on_both
-    def test_adaptive_sampling(
+    def test_adaptive_sampling_is_the_engines(
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
     ) -> None:
         options: dict[str, Any] = {

@@ -88,7 +88,7 @@ def test_a_schema_holds(client: openai.OpenAI) -> None:
     assert json.loads(client.responses.create(**OPTIONS, text=text).output_text)["n"] in (1, 2)
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
+def test_log_probabilities_come_if_they_are_included(client: openai.OpenAI) -> None:
     include: Any = ["message.output_text.logprobs"]
     response: Any = client.responses.create(**OPTIONS, include=include, top_logprobs=2)
     entries = response.output[0].content[0].logprobs

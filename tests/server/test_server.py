@@ -282,7 +282,7 @@ class TestChat:
 
 
 class TestOtherRoutes:
-    def test_models(self, client: httpx.Client) -> None:
+    def test_models_are_listed_and_cannot_be_deleted(self, client: httpx.Client) -> None:
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["story", "other"]
         assert client.get("/v1/models/other").json()["id"] == "other"
         assert client.get("/v1/models/gpt").status_code == 404

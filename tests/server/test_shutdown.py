@@ -96,7 +96,7 @@ def test_who_is_cut_off_is_told(demo: lp.Model) -> None:
         assert _until_exit(record) is is_shown
 
 
-def test_sigterm(tmp_path: Path) -> None:
+def test_sigterm_drains(tmp_path: Path) -> None:
     with (
         ServerProcess(*OPTIONS, cwd=tmp_path) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
@@ -124,7 +124,7 @@ class TestTheLog:
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     @pytest.mark.parametrize("stream", [True, False])
-    def test_abandoned(
+    def test_an_abandoned_request_is_logged(
         self, path: str, stream: bool, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
         prompt = {"prompt": "Once upon"} if path == "/v1/completions" else {"messages": MESSAGES}

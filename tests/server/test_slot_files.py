@@ -247,7 +247,7 @@ class TestTransfer:
             assert put(server, "good", content).status_code == 200
             assert ask(server)["timings"]["cache_n"] == 0
 
-    def test_limits(self, content: bytes, url: str, folder: Path, tmp_path: Path) -> None:
+    def test_transfers_have_limits(self, content: bytes, url: str, folder: Path, tmp_path: Path) -> None:
         assert put(url, "story", content).status_code == 403
         assert httpx.get(f"{url}/slots/files/story").status_code == 403
         with NewServer(folder, slot_transfer=True, max_body_bytes=len(content)) as small:
@@ -267,7 +267,7 @@ def put(url: str, name: str, content: bytes, key: str = "") -> httpx.Response:
     return httpx.post(f"{url}/slots/files", files={"file": (name, content)}, headers=headers, timeout=60)
 
 
-def test_bad_requests(url: str) -> None:
+def test_wrong_requests_are_refused(url: str) -> None:
     act(url, 0, "save", "x", status=400)  # nothing is there
     for path in ("0?action=no", "0", "x+y?action=erase", "-1?action=erase", f"{'9' * 30}?action=erase"):
         assert httpx.post(f"{url}/slots/{path}").status_code == 400, path

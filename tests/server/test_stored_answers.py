@@ -188,7 +188,7 @@ def test_items_in_pages(client: openai.OpenAI) -> None:
         ("page=2", "page"),
     ],
 )
-def test_wrong_pages(client: openai.OpenAI, query: str, field: str) -> None:
+def test_wrong_pages_are_refused(client: openai.OpenAI, query: str, field: str) -> None:
     conversation = client.conversations.create()
     with pytest.raises(openai.BadRequestError) as caught:
         client.get(f"/conversations/{conversation.id}/items?{query}", cast_to=object)
@@ -201,7 +201,7 @@ def test_a_page_after_an_item_that_is_not_there(client: openai.OpenAI) -> None:
         client.conversations.items.list(conversation.id, after="x")
 
 
-def test_a_conversation(client: openai.OpenAI, engine: lp.Engine) -> None:
+def test_a_conversation_keeps_its_items(client: openai.OpenAI, engine: lp.Engine) -> None:
     conversation = client.conversations.create(
         metadata={"a": "b"}, items=[{"role": "user", "content": "Hello"}]
     )
@@ -282,7 +282,7 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
         ("responses", {**OPTIONS, "input": "a", "previous_response_id": MISSING}, "previous_response_id"),
     ],
 )
-def test_wrong_fields(client: openai.OpenAI, path: str, body: Any, field: str) -> None:
+def test_wrong_fields_are_named(client: openai.OpenAI, path: str, body: Any, field: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post(f"/{path}", body=body, cast_to=object)
     assert caught.value.param == field

@@ -106,7 +106,7 @@ def test_codex_sees_signs_of_life(engine: lp.Engine, monkeypatch: pytest.MonkeyP
 
 
 @on_all
-def test_without_pings(engine: lp.Engine, path: str) -> None:
+def test_streams_have_no_pings_if_these_are_off(engine: lp.Engine, path: str) -> None:
     with served(engine, ping_s=0) as client:
         assert "ping" not in client.post(path, json=PATHS[path]).text
 

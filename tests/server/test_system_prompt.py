@@ -55,7 +55,7 @@ def test_the_prompt_that_is_shown_is_the_one_that_is_computed(engine: lp.Engine)
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_openai(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_openais_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     expected = n_tokens(engine, own or SYSTEM)
     messages = HELLO if own is None else [{"role": "system", "content": own}, *HELLO]
@@ -69,7 +69,7 @@ def test_openai(engine: lp.Engine, url: str, own: str | None) -> None:
     assert counted.input_tokens == expected
 
 
-def test_streams(engine: lp.Engine, url: str) -> None:
+def test_streams_have_it(engine: lp.Engine, url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     events = list(
         client.chat.completions.create(
@@ -81,7 +81,7 @@ def test_streams(engine: lp.Engine, url: str) -> None:
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_anthropic(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_anthropics_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     more: Any = {} if own is None else {"system": own}
     message = client.messages.create(model="m", max_tokens=9, messages=HELLO, **more)
@@ -93,7 +93,7 @@ def test_anthropic(engine: lp.Engine, url: str, own: str | None) -> None:
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_ollama(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_ollamas_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     def ask(path: str, **body: Any) -> Any:
         answer = httpx.post(f"{url}/api/{path}", json={"model": "m", "stream": False} | body)
         assert answer.status_code == 200, answer.text
@@ -129,7 +129,7 @@ def test_a_developer_message_is_one(engine: lp.Engine, url: str) -> None:
     assert answer["input_tokens"] == len(engine.model.tokenize_chat(messages))
 
 
-def test_settings() -> None:
+def test_it_must_be_a_text() -> None:
     with pytest.raises(TypeError, match="system must be"):
         ServerSettings(system=5)  # type: ignore[arg-type]
 

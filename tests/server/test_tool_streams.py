@@ -52,7 +52,7 @@ def complete(text: str) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_chat_completions(url: str, choice: Any) -> None:
+def test_chat_completions_stream_a_call(url: str, choice: Any) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "messages": HELLO, "temperature": 0, "tool_choice": choice}
         options |= {"tools": [{"type": "function", "function": FUNCTION}], "extra_body": ARGS}
@@ -88,7 +88,7 @@ def test_chat_completions(url: str, choice: Any) -> None:
         assert seen > 0
 
 
-def test_responses(url: str) -> None:
+def test_responses_stream_a_call(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "input": HELLO, "temperature": 0}
         options |= {"tools": [{"type": "function", **FUNCTION}], "extra_body": ARGS}
@@ -117,7 +117,7 @@ def test_responses(url: str) -> None:
         assert seen > 0
 
 
-def test_messages(url: str) -> None:
+def test_messages_stream_a_call(url: str) -> None:
     tool = {"name": "get_weather", "description": "The weather.", "input_schema": WEATHER}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "messages": HELLO, "tools": [tool]}

@@ -125,7 +125,7 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
         ({"file": sound(30) * 2}, "at least"),
     ],
 )
-def test_refusals(url: str, fields: dict[str, str | bytes], message: str) -> None:
+def test_wrong_forms_are_refused(url: str, fields: dict[str, str | bytes], message: str) -> None:
     status, answer = send(url, form(fields))
     assert status in (400, 413) and message in answer
 

@@ -229,7 +229,9 @@ def compare(demo: lp.Model, schema: dict[str, Any]) -> Iterator[tuple[Any, bool,
 
 
 @pytest.mark.parametrize("schema", EXACT, ids=lambda schema: json.dumps(schema)[:80])
-def test_exactly(demo: lp.Model, schema: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_valid_is_allowed_and_nothing_else(
+    demo: lp.Model, schema: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     assert [value for value, valid, allowed in compare(demo, schema) if valid != allowed] == []
     assert not caplog.records
 
@@ -504,7 +506,7 @@ def test_the_page_says_what_masks_allow(demo: lp.Model) -> None:
     assert text == with_table(text, demo), "run: python tools/keyword_table.py"
 
 
-def test_other_texts() -> None:
+def test_other_texts_match_the_pattern() -> None:
     import re
 
     rng = random.Random(3)

@@ -134,7 +134,7 @@ def test_what_is_refused_has_a_place(demo: lp.Model, name: str) -> None:
     assert str(caught.value).startswith("grammar: ")
 
 
-def test_text_only() -> None:
+def test_bytes_are_refused() -> None:
     with pytest.raises(TypeError, match="grammar must be a str, not bytes"):
         check_gbnf(b'root ::= "a"')  # type: ignore[arg-type]
 

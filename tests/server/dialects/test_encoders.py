@@ -156,7 +156,7 @@ class TestCompletions:
             {"index": 1, "text": "é", "logprobs": None, "finish_reason": "stop"}
         ]
 
-    def test_no_tokens(self, demo: lp.Model) -> None:
+    def test_an_answer_without_tokens_is_empty(self, demo: lp.Model) -> None:
         (only,) = events(sent(self.encoder(demo, Shown(is_empty=True)), [text_part("x", "stop")]))
         assert only["choices"][0]["text"] == "" and only["choices"][0]["finish_reason"] == "length"
 
@@ -264,7 +264,7 @@ class TestOllama:
         text, last = self.lines(sent(encoder, [text_part("a"), text_part("", "stop")]))
         assert text["response"] == "a" and last["context"] == [1, 2, 3, 4, 5, 7, 7]
 
-    def test_no_tokens(self, demo: lp.Model) -> None:
+    def test_an_answer_without_tokens_is_empty(self, demo: lp.Model) -> None:
         (last,) = self.lines(sent(self.encoder(demo, is_empty=True), [chat_part("x", reason="stop")]))
         assert last["eval_count"] == 0 and last["done_reason"] == "length"
 

@@ -411,7 +411,7 @@ def tsan(session: nox.Session) -> None:
     session.env["TSAN_OPTIONS"] = f"suppressions={suppressions} history_size=4 report_signal_unsafe=0"
     session.env["LD_PRELOAD"] = _output(["cc", "-print-file-name=libtsan.so"]).strip()
     # Addresses as they are without randomization, which its fixed map of memory needs.
-    given = session.posargs or [
+    arguments = session.posargs or [
         str(HERE / "tests" / name) for name in ("engine", "pipeline", "llama", "native")
     ]
     command = [
@@ -428,7 +428,7 @@ def tsan(session: nox.Session) -> None:
     # It delivers a signal when it suits it, so no handler could jump out of a fault.
     faults = f"--deselect={HERE / 'tests' / 'native' / 'test_faults.py'}"
     with session.chdir(session.create_tmp()):
-        session.run(*command, "-m", "native", *_without_limits(), faults, *given, external=True)
+        session.run(*command, "-m", "native", *_without_limits(), faults, *arguments, external=True)
 
 
 @nox.session
@@ -473,10 +473,13 @@ def storm(session: nox.Session) -> None:
     """Install the package and interrupt 200,000 calls, or as many as given, at random instants: ``-- N SEED``."""
     session.install("numpy", "cffi", "llguidance")
     _install(session, "backend=cpu")
-    given = session.posargs or ["200000"]
+    arguments = session.posargs or ["200000"]
     with session.chdir(session.create_tmp()):
         session.run(
-            "python", str(HERE / "tests/support/interruption_storm.py"), *given, *["1"] * (2 - len(given))
+            "python",
+            str(HERE / "tests/support/interruption_storm.py"),
+            *arguments,
+            *["1"] * (2 - len(arguments)),
         )
 
 
@@ -488,15 +491,15 @@ def exits(session: nox.Session) -> None:
     """
     session.install(*nox.project.dependency_groups(GROUPS, "test"), "cffi")
     _install(session, "backend=cpu")
-    found = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, str(HERE / "tools" / "real_models.py"), "qwen-0.5b"],
         capture_output=True,
         text=True,
         check=False,
     )
-    n, *given = session.posargs or ["200"]
-    session.env.update(LLAMAPIPE_EXITS=n, LLAMAPIPE_EXIT_MODELS=found.stdout.strip())
-    _run_pytest(session, "-s", *given, str(HERE / "tests" / "process" / "test_exits.py"))
+    n, *arguments = session.posargs or ["200"]
+    session.env.update(LLAMAPIPE_EXITS=n, LLAMAPIPE_EXIT_MODELS=listing.stdout.strip())
+    _run_pytest(session, "-s", *arguments, str(HERE / "tests" / "process" / "test_exits.py"))
 
 
 @nox.session
@@ -588,10 +591,10 @@ def windows(session: nox.Session) -> None:
     ``ci/setup_windows_debian.sh`` installs what that needs. The wheel, in build/windows, is for processors with AVX2,
     and has the entries that only tests call. On Windows itself the session tests that wheel. Arguments are pytest's.
     """
-    made = HERE / "build" / "windows"
+    folder = HERE / "build" / "windows"
     needs = nox.project.dependency_groups(GROUPS, "test")
     if sys.platform == "win32":
-        session.install(*map(str, made.glob("*.whl")), *needs)
+        session.install(*map(str, folder.glob("*.whl")), *needs)
         python: tuple[str, ...] = ("python",)
     else:
         root = target_root(WINDOWS)
@@ -604,7 +607,7 @@ def windows(session: nox.Session) -> None:
             session.skip(
                 f"no Python for Windows runs here ({python[-1]}); on Debian: sudo ci/setup_windows_debian.sh"
             )
-        wheel = _cross_built(session, WINDOWS, made, "testing=on")
+        wheel = _cross_built(session, WINDOWS, folder, "testing=on")
         packages = Path(session.create_tmp()).resolve() / "packages"
         shutil.rmtree(packages, ignore_errors=True)
         # colorama: pip asks this system, not Windows, what packages need of one another.
@@ -674,16 +677,16 @@ def reproducible(session: nox.Session) -> None:
 
 def _make_site(session: nox.Session, links: bool = False) -> Path:
     """The folder of the documentation's pages, about the llamapipe that is installed."""
-    made = HERE / "build" / "docs"
-    shutil.rmtree(made, ignore_errors=True)
+    folder = HERE / "build" / "docs"
+    shutil.rmtree(folder, ignore_errors=True)
     cache = str(Path(session.create_tmp()).resolve() / "doctrees")
     options = ["-W", "--keep-going", "-q", "-E", "-d", cache, str(HERE / "docs")]
     with session.chdir(session.create_tmp()):  # away from the clone, whose package has no libraries
-        session.run("sphinx-build", *options, str(made))
-        session.run("python", str(HERE / "tools" / "check_site.py"), str(made))
+        session.run("sphinx-build", *options, str(folder))
+        session.run("python", str(HERE / "tools" / "check_site.py"), str(folder))
         if links:
-            session.run("sphinx-build", "-b", "linkcheck", *options, str(made.with_name("links")))
-    return made
+            session.run("sphinx-build", "-b", "linkcheck", *options, str(folder.with_name("links")))
+    return folder
 
 
 def _cpp_files() -> list[str]:
@@ -697,9 +700,9 @@ def _cross_built(session: nox.Session, target: str, folder: Path, *settings: str
         "build", "scikit-build-core>=1.0", "cffi>=1.17", "pip", "ziglang", *package_requirements()
     )
     shutil.rmtree(folder, ignore_errors=True)
-    given = [f"--config-setting={text}" for text in (f"target={target}", *settings)]
+    options = [f"--config-setting={text}" for text in (f"target={target}", *settings)]
     # In this environment, for zig to be found.
-    build = ("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", *given)
+    build = ("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", *options)
     session.run(*build, "--outdir", str(folder), str(HERE))
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -758,10 +761,10 @@ def _can_try(session: nox.Session, backend: str) -> bool:
 
 def _install(session: nox.Session, *settings: str, extra: str = "") -> None:
     """Installs the package as users do, but for the entries of the native library that only tests call."""
-    given = (f"--config-settings={setting}" for setting in (*settings, "testing=on"))
+    options = (f"--config-settings={setting}" for setting in (*settings, "testing=on"))
     # Sessions that run at the same time build in the same tree.
     with locked(Path(session.virtualenv.location).resolve().parent / "install.lock", session.log):
-        session.install(f".[{extra}]" if extra else ".", *given)
+        session.install(f".[{extra}]" if extra else ".", *options)
 
 
 def _without_limits() -> list[str]:
@@ -783,10 +786,10 @@ def _pytest(session: nox.Session, *arguments: str, default: Sequence[str] = ("te
 
 def _selected(session: nox.Session, default: Sequence[str]) -> list[str]:
     """The session's arguments, with the tests of ``default`` if they name none."""
-    given = [str(HERE / text) if text.split("/")[0] == "tests" else text for text in session.posargs]
-    if not any(text.startswith(str(HERE)) for text in given):
-        given += [str(HERE / text) for text in default]
-    return given
+    arguments = [str(HERE / text) if text.split("/")[0] == "tests" else text for text in session.posargs]
+    if not any(text.startswith(str(HERE)) for text in arguments):
+        arguments += [str(HERE / text) for text in default]
+    return arguments
 
 
 def _run_pytest(session: nox.Session, *arguments: str) -> None:
@@ -820,8 +823,8 @@ def _has_device(session: nox.Session, backend: str) -> bool:
         f"import llamapipe as lp; print([d.name for d in lp.devices() if d.backend.lower() == {backend!r}])"
     )
     with session.chdir(session.create_tmp()):  # away from the clone, whose package has no libraries
-        found = session.run("python", "-c", program, silent=True)
-    return isinstance(found, str) and "[]" not in found
+        devices = session.run("python", "-c", program, silent=True)
+    return isinstance(devices, str) and "[]" not in devices
 
 
 def _has_vulkan_driver() -> bool:
@@ -839,7 +842,7 @@ def _peer_wheel(session: nox.Session) -> Path:
     """llama-cpp-python, built from the pinned archive once and kept in the user's cache (some minutes)."""
     pin = read_pin(PEER_REQUIREMENTS)
     folder = cache_dir() / "peers" / pin.sha256
-    if not (found := list(folder.glob("*.whl"))):
+    if not (wheels := list(folder.glob("*.whl"))):
         session.log("building llama-cpp-python, which the tests load beside llamapipe; once, some minutes")
         scratch = Path(session.create_tmp()).resolve() / "peer"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -855,8 +858,8 @@ def _peer_wheel(session: nox.Session) -> Path:
         copy = folder / f"{os.getpid()}.partial"
         shutil.copyfile(built, copy)
         copy.replace(folder / built.name)
-        found = list(folder.glob("*.whl"))
-    return found[0]
+        wheels = list(folder.glob("*.whl"))
+    return wheels[0]
 
 
 def _output(command: list[str]) -> str:

@@ -146,7 +146,7 @@ class Target:
     def _pids(self) -> list[int]:
         task = Path(f"/proc/{self.process.pid}/task")
         children = [path.read_text().split() for path in task.glob("*/children")]
-        return [self.process.pid, *(int(pid) for found in children for pid in found)]
+        return [self.process.pid, *(int(pid) for pids in children for pid in pids)]
 
     def memory_mb(self) -> int:
         """Memory in use, of its processes."""

@@ -38,9 +38,9 @@ BODIES = {
 
 def memory(pid: int, field: str = "VmRSS") -> float:
     """Of a process, in MB; ``VmHWM`` is the most that it had."""
-    found = re.search(rf"{field}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
+    match = re.search(rf"{field}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024 / 1e6
 
 
 def post(port: int, path: str, body: bytes) -> str:

@@ -73,7 +73,7 @@ def write_lora(path: Path, model: Path, rank: int, seed: int) -> Path:
     return path
 
 
-async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
+async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[float]:
     """When the pieces of a stream came."""
     times: list[float] = []
     async with client.stream("POST", "/completion", json=body) as answer:
@@ -100,7 +100,7 @@ async def measure(
     limits = httpx.Limits(max_connections=N)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300, limits=limits) as client:
         began, cpu_began = time.perf_counter(), cpu_seconds(pid)
-        streams = await asyncio.gather(*(one(client, body) for body in bodies))
+        streams = await asyncio.gather(*(stream(client, body) for body in bodies))
         seconds, cpu_s = time.perf_counter() - began, cpu_seconds(pid) - cpu_began
     gaps = [b - a for times in streams for a, b in pairwise(times)]
     return Figures(
@@ -111,12 +111,12 @@ async def measure(
     )
 
 
-def report(found: dict[tuple[str, str], list[Figures]]) -> None:
+def report(figures: dict[tuple[str, str], list[Figures]]) -> None:
     """The medians so far."""
-    if found:
+    if figures:
         print("| case | server | tokens/s | last first token, s | p99 gap, ms | CPU, s |")
         print("|---|---|---:|---:|---:|---:|")
-    for (case, kind), rounds in found.items():
+    for (case, kind), rounds in figures.items():
         rate, last, gap, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(f"| {case} | {kind} | {rate:.1f} | {last:.2f} | {gap * 1e3:.0f} | {cpu:.2f} |", flush=True)
 
@@ -157,11 +157,11 @@ def main() -> int:
             ports: dict[str, Server] = {}
             for kind in kinds:
                 try:
-                    given = command(kind, model, [] if kind == "llamapipe none" else loras, args)
+                    server_command = command(kind, model, [] if kind == "llamapipe none" else loras, args)
                 except Missing as reason:
                     print(reason)
                     continue
-                ports[kind] = stack.enter_context(running(*given))
+                ports[kind] = stack.enter_context(running(*server_command))
             four = [i // 2 for i in range(N)]
             cases: list[tuple[str, str, list[Any]]] = [
                 *(("one set", kind, [0] * N) for kind in ("llamapipe", "llama-server")),
@@ -170,7 +170,7 @@ def main() -> int:
                 ("unused", "llamapipe", [None] * N),
                 ("unused", "llama-server", [None] * N),
             ]
-            found: dict[tuple[str, str], list[Figures]] = {}
+            rounds: dict[tuple[str, str], list[Figures]] = {}
             for i in range(args.rounds + 1):
                 load = os.getloadavg()[0]
                 for case, kind, sets in cases:
@@ -178,9 +178,9 @@ def main() -> int:
                         n_tokens = args.tokens if i else 4  # the first round is for warming up
                         figures = asyncio.run(measure(*ports[kind], sets, args.prompt, n_tokens, n_vocab, i))
                         if i:
-                            found.setdefault((case, kind), []).append(figures)
+                            rounds.setdefault((case, kind), []).append(figures)
                 print(f"{model.name}: round {i}, load average {load:.1f}", flush=True)
-                report(found)
+                report(rounds)
     return 0
 
 

@@ -174,8 +174,8 @@ def measure_json(engine: lp.Engine) -> None:
             if answer.finish_reason != "stop":
                 n_cut += 1
                 continue
-            found = json.loads(answer.text)
-            right = [found[field] == value for field, value in wanted.items()]
+            fields = json.loads(answer.text)
+            right = [fields[field] == value for field, value in wanted.items()]
             n_rows += all(right)
             n_values += sum(right)
         n_tokens = sum(answer.n_completion_tokens for answer in answers)

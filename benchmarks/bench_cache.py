@@ -130,7 +130,7 @@ def preemption(model: lp.Model, n_rounds: int, n_tokens: int = 1000) -> None:
     """Saving and loading a sequence, and computing it again."""
     rng = random.Random(4)
     params = lp.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, speculate="off")
-    found = {}
+    extra_ms = {}
     for enabled in (True, False):
         resume_s, next_s = [], []
         with lp.Engine(model, n_ctx=2048, n_seq_max=1, prefix_cache=enabled) as engine:
@@ -145,10 +145,10 @@ def preemption(model: lp.Model, n_rounds: int, n_tokens: int = 1000) -> None:
                     thread.ask(partial(scheduler.preempt, generation._request))
                     generation.next()
                     resume_s.append(time.perf_counter() - begin)
-        found[enabled] = (statistics.median(resume_s) - statistics.median(next_s)) * 1e3
+        extra_ms[enabled] = (statistics.median(resume_s) - statistics.median(next_s)) * 1e3
     print(
-        f"preempt and resume {n_tokens} tokens: {found[True]:.2f} ms more than a next token, computed again "
-        f"{found[False]:.1f} ms, {found[False] / found[True]:.0f} times as much"
+        f"preempt and resume {n_tokens} tokens: {extra_ms[True]:.2f} ms more than a next token, computed again "
+        f"{extra_ms[False]:.1f} ms, {extra_ms[False] / extra_ms[True]:.0f} times as much"
     )
 
 

@@ -178,8 +178,8 @@ class Client:
 
     def percentiles_ms(self) -> tuple[float, float]:
         """Of the gaps, the 50th and 99th."""
-        found = np.percentile(np.array(self.gaps), [50, 99]) * 1e3
-        return float(found[0]), float(found[1])
+        percentiles = np.percentile(np.array(self.gaps), [50, 99]) * 1e3
+        return float(percentiles[0]), float(percentiles[1])
 
 
 def question(url: str, text: str = "What is this?") -> list[dict[str, Any]]:
@@ -229,8 +229,10 @@ def main() -> int:
     if not text.exists() or not projector.exists():
         args.folder.mkdir(parents=True, exist_ok=True)
         tool = Path(__file__).resolve().parent.parent / "tools" / "real_models.py"
-        found = subprocess.run([sys.executable, tool, "smollm2"], capture_output=True, text=True, check=True)
-        make_text(Path(found.stdout.splitlines()[-1]), text)
+        listing = subprocess.run(
+            [sys.executable, tool, "smollm2"], capture_output=True, text=True, check=True
+        )
+        make_text(Path(listing.stdout.splitlines()[-1]), text)
         make_projector(projector)
     n, model = args.streams + 1, ("-m", text, "--mmproj", projector)
     ours = [*SERVE, *model, "--n-seq-max", n, "--n-ctx", 2048]

@@ -122,7 +122,7 @@ def measure_products(args: argparse.Namespace) -> Result:
     """A table of each type and shape."""
     limits = machine_limits(args.n_threads)
     print(", ".join(f"{name} {value:.0f}" for name, value in limits.items()))
-    found: Result = {"limits": limits, "products": []}
+    result: Result = {"limits": limits, "products": []}
     print("type    columns x rows    n   ggml ms   ours ms  ratio  GOP/s  GB/s")
     have = native().lib.lp_kernels_have
     for name in args.types or [name for name, (number, *_) in TYPES.items() if have(number, 1024, 1024)]:
@@ -142,8 +142,8 @@ def measure_products(args: argparse.Namespace) -> Result:
                 ratio = ms["ggml"] / ms["auto"]
                 print(f"{name:7} {shape:>14} {n:4} {ms['ggml']:9.3f} {ms['auto']:9.3f} {ratio:6.2f} "
                       f"{work / ms['auto'] * 1e3:6.0f} {n_bytes / ms['auto'] * 1e3:5.1f}")  # fmt: skip
-                found["products"].append({"type": name, "shape": shape, "n": n, "ms": ms, "ratio": ratio})
-    return found
+                result["products"].append({"type": name, "shape": shape, "n": n, "ms": ms, "ratio": ratio})
+    return result
 
 
 def chosen_experts(n: int, n_matrices: int, n_used: int) -> Any:
@@ -183,7 +183,7 @@ def time_product(
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(args.repeats):
         for side in SIDES:
-            given = {
+            fields = {
                 "type": TYPES[name][0], "n_columns": n_columns, "n_rows": n_rows,
                 "n_matrices": n_matrices, "weights": weights, "form": forms[side], "is_ours": side == "auto",
                 "varies": True,  # as in engines without batch_invariant
@@ -193,7 +193,7 @@ def time_product(
                 "n_threads": args.n_threads, "n_times": n_times, "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip
             if (
-                lib.lp_product_compute(ffi.new("lp_product *", given), ffi.cast("float *", y.ctypes.data))
+                lib.lp_product_compute(ffi.new("lp_product *", fields), ffi.cast("float *", y.ctypes.data))
                 != 0
             ):
                 raise RuntimeError(last_error(native()))
@@ -208,7 +208,7 @@ def measure_attention(args: argparse.Namespace) -> Result:
     A layer, or a caller, is a stream of one operation: several callers share cells and are not measured by layers.
     *Apart*: ours without looking for shared cells.
     """
-    found: Result = {"attention": []}
+    result: Result = {"attention": []}
     print("heads, of keys, dimensions   type    callers rows   ggml ms  apart ms   ours ms  ratio  GB/s")
     shapes = args.heads or [(14, 2, 64), (12, 2, 128), (9, 3, 64), (32, 8, 128)]
     for (heads, kv_heads, n_dims), name, n_callers, n in product(shapes, args.types, args.callers, args.rows):
@@ -216,9 +216,9 @@ def measure_attention(args: argparse.Namespace) -> Result:
         ratio = ms["ggml"] / ms["auto"]
         print(f"{heads:5} {kv_heads:9} {n_dims:11}   {name:9} {n_callers:5} {n:4} {ms['ggml']:9.2f} {ms['apart']:9.2f} "
               f"{ms['auto']:9.2f} {ratio:6.2f} {n_bytes / ms['auto'] / 1e6:5.1f}", flush=True)  # fmt: skip
-        found["attention"].append({"heads": heads, "kv_heads": kv_heads, "n_dims": n_dims, "type": name,
+        result["attention"].append({"heads": heads, "kv_heads": kv_heads, "n_dims": n_dims, "type": name,
                                    "callers": n_callers, "n": n, "ms": ms, "ratio": ratio})  # fmt: skip
-    return found
+    return result
 
 
 def time_attention(
@@ -242,7 +242,7 @@ def time_attention(
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(args.repeats):
         for side in sides:
-            given = {
+            fields = {
                 "n_streams": n_layers, "n_heads": heads, "n_kv_heads": kv_heads, "n_rows": n, "n_cells": args.cells,
                 "n_dims": n_dims, "n_value_dims": n_dims, "type": TYPES[name][0],
                 "queries": ffi.cast("float *", queries.ctypes.data), "keys": cells, "values": cells,
@@ -251,8 +251,8 @@ def time_attention(
                 "n_threads": args.n_threads, "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip
 
-            def compute(n_times: int, given: Result = given) -> float:
-                attention = ffi.new("lp_attention *", {**given, "n_times": n_times})
+            def compute(n_times: int, fields: Result = fields) -> float:
+                attention = ffi.new("lp_attention *", {**fields, "n_times": n_times})
                 start = process_time()
                 if lib.lp_attention_compute(attention, ffi.cast("float *", out.ctypes.data)):
                     raise RuntimeError(last_error(native()))
@@ -281,7 +281,7 @@ LINEAR = {
 
 def measure_linear(args: argparse.Namespace) -> Result:
     """A table of operations and tokens, gathering and copying states included; layers have their states in turns."""
-    found: Result = {"linear": []}
+    result: Result = {"linear": []}
     print("operation                     tokens   ggml ms   ours ms  ratio  GB/s of states")
     for name in LINEAR:
         for n in args.rows:
@@ -289,8 +289,8 @@ def measure_linear(args: argparse.Namespace) -> Result:
             ratio = ms["ggml"] / ms["auto"]
             print(f"{name:28} {n:7} {ms['ggml']:9.3f} {ms['auto']:9.3f} {ratio:6.2f} "
                   f"{n_bytes / ms['auto'] / 1e6:6.1f}", flush=True)  # fmt: skip
-            found["linear"].append({"operation": name, "n": n, "seqs": args.seqs, "ms": ms, "ratio": ratio})
-    return found
+            result["linear"].append({"operation": name, "n": n, "seqs": args.seqs, "ms": ms, "ratio": ratio})
+    return result
 
 
 def time_linear(name: str, n: int, args: argparse.Namespace) -> tuple[dict[str, float], int]:
@@ -309,7 +309,7 @@ def time_linear(name: str, n: int, args: argparse.Namespace) -> tuple[dict[str, 
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(args.repeats):
         for side in SIDES:
-            given = {
+            fields = {
                 "kind": kind, "n_seqs": n_seqs, "n_tokens": n, "n_heads": n_heads, "n_groups": n_groups,
                 "n_rows": n_rows, "n_columns": n_columns, "n_states": n_seqs, "n_kept": 1, "n_ids": n_seqs,
                 "states": ffi.cast("float *", states.ctypes.data), "ids": ffi.cast("int32_t *", ids.ctypes.data),
@@ -317,7 +317,7 @@ def time_linear(name: str, n: int, args: argparse.Namespace) -> tuple[dict[str, 
                 "n_threads": args.n_threads, "n_times": len(seconds),
                 "seconds": ffi.cast("double *", seconds.ctypes.data),
             }  # fmt: skip
-            if lib.lp_linear_compute(ffi.new("lp_linear *", given), ffi.cast("float *", out.ctypes.data)):
+            if lib.lp_linear_compute(ffi.new("lp_linear *", fields), ffi.cast("float *", out.ctypes.data)):
                 raise RuntimeError(last_error(native()))
             times[side].append(float(np.min(seconds[1:])) * 1e3 * args.seqs / n_seqs)
     return {side: median(values) for side, values in times.items()}, 2 * 4 * args.seqs * states.shape[1]
@@ -383,26 +383,26 @@ def plot(results: Result, path: Path) -> None:
 # ---- whole models
 def measure_model(args: argparse.Namespace) -> Result:
     """Tokens per second of both kernels, and of the peers."""
-    found: Result = {"load_s": {}, "work": {}}
+    result: Result = {"load_s": {}, "work": {}}
     with ExitStack() as stack:
         sides: dict[str, Rate] = {}
         for side in SIDES:
             start = perf_counter()
             model = stack.enter_context(lp.Model(args.model, kernels=side))
-            found["load_s"][side] = perf_counter() - start
+            result["load_s"][side] = perf_counter() - start
             sides[side] = engine_rate(stack.enter_context(new_engine(model, args)), args)
         if args.batched_bench:
             sides["batched-bench"] = batched_bench_rate(args)
         if args.openvino:
             sides["openvino"] = stack.enter_context(openvino_rate(args))
-        loads = ", ".join(f"{s:.2f} s with kernels={side!r}" for side, s in found["load_s"].items())
+        loads = ", ".join(f"{s:.2f} s with kernels={side!r}" for side, s in result["load_s"].items())
         print(f"{Path(args.model).name}: loaded in {loads}")
         print(f"tokens/s, medians of {args.repeats}; ratio of auto to ggml: median and quartiles")
         print(f"{'work':>14}" + "".join(f" {side:>13}" for side in sides) + "   ratio", flush=True)
         for n in (*args.callers, None):
             what = f"prompt of {args.prompt}" if n is None else f"{n} callers"
-            found["work"][what] = compare(what, sides, n, args.repeats)
-    return found
+            result["work"][what] = compare(what, sides, n, args.repeats)
+    return result
 
 
 def compare(what: str, sides: dict[str, Rate], n: int | None, repeats: int) -> Result:

@@ -107,8 +107,8 @@ def over_http(port: int) -> Ask:
 
     def ask(prompt: list[int], n: int) -> list[int]:
         body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-        made: list[int] = post(port, "/completion", body)["tokens"]
-        return made
+        token_ids: list[int] = post(port, "/completion", body)["tokens"]
+        return token_ids
 
     return ask
 

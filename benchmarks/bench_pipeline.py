@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- decoding: the cost of the ring if nothing overlaps
 def decode(model: lp.Model, args: argparse.Namespace) -> Result:
     """Steps of one token a sequence, sampled greedily: the ring and llama.cpp's own buffer in turns."""
-    found = {}
+    result = {}
     for n_seq in args.sequences:
         with ExitStack() as stack:
             runs = {ring: Steps(stack, model, n_seq, ring, args.n_threads) for ring in ("auto", "off")}
@@ -75,8 +75,8 @@ def decode(model: lp.Model, args: argparse.Namespace) -> Result:
         us = {ring: median(values) * 1e6 for ring, values in times.items()}
         print(f"decode, {n_seq:3} sequences: ring {us['auto']:9.1f} us a step, plain {us['off']:9.1f} us, "
               f"speed of the ring {median(ratios):.3f} (quartiles {_quartiles(ratios)})")  # fmt: skip
-        found[n_seq] = {**us, "ratio": median(ratios)}
-    return found
+        result[n_seq] = {**us, "ratio": median(ratios)}
+    return result
 
 
 class Steps:
@@ -198,7 +198,7 @@ def engine(model: lp.Model, args: argparse.Namespace) -> Result:
     """The same requests through an engine that runs one step at a time, and one whose steps overlap."""
     params = lp.SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, speculate="off")
     prompts = [[(5 * i + j) % model.n_vocab for j in range(64)] for i in range(max(args.sequences))]
-    found = {}
+    result = {}
     for n_seq in args.sequences:
         with ExitStack() as stack:
             options = {"n_ctx": 256, "n_seq_max": n_seq, "n_threads": args.n_threads}
@@ -223,14 +223,18 @@ def engine(model: lp.Model, args: argparse.Namespace) -> Result:
         print(f"engine, {n_seq:3} streams: depth 1 {median(times[1]) * 1e3:8.1f} ms, depth 2 "
               f"{median(times[2]) * 1e3:8.1f} ms, speed of depth 2 {median(ratios):.3f} "
               f"(quartiles {_quartiles(ratios)}; micro-batches {stats[2].n_micro_batches})")  # fmt: skip
-        found[n_seq] = {"depth_1_s": median(times[1]), "depth_2_s": median(times[2]), "ratio": median(ratios)}
-    return found
+        result[n_seq] = {
+            "depth_1_s": median(times[1]),
+            "depth_2_s": median(times[2]),
+            "ratio": median(ratios),
+        }
+    return result
 
 
 # ---- stages
 def stages(model: lp.Model, args: argparse.Namespace) -> Result:
     """Medians of the stages of a step, from traces, for steps launched one at a time and `depth` ahead."""
-    found: Result = {}
+    result: Result = {}
     for rows in sorted({1, 8, args.rows}):
         for depth in (1, 3):
             options = {
@@ -264,8 +268,8 @@ def stages(model: lp.Model, args: argparse.Namespace) -> Result:
                 f"{stage} {m * 1e3:.3f} (at most {most * 1e3:.3f})" for stage, (m, most) in times.items()
             )
             print(f"stages, {rows:4} rows, depth {depth}, {mode}: ms {text}")
-            found[f"{rows} rows, depth {depth}"] = {stage: m for stage, (m, _) in times.items()}
-    return found
+            result[f"{rows} rows, depth {depth}"] = {stage: m for stage, (m, _) in times.items()}
+    return result
 
 
 def _chunk(model: lp.Model, i: int, n: int) -> DecodeBatch:
@@ -276,7 +280,7 @@ def _chunk(model: lp.Model, i: int, n: int) -> DecodeBatch:
 # ---- memory
 def memory(model: lp.Model, args: argparse.Namespace) -> Result:
     """Each operation on a sequence of 1024 tokens: the call itself, and the step after it against a step without it."""
-    found = {}
+    result = {}
     n = 1024
     for unified in (True, False):
         operations: dict[str, Callable[[lp.Pipeline], object]] = {
@@ -314,8 +318,8 @@ def memory(model: lp.Model, args: argparse.Namespace) -> Result:
             mode = "unified" if unified else "streams"
             print(f"memory, {mode}: {name:18} {median(operation_s) * 1e6:9.1f} us, "
                   f"the step after it {median(step_s) * 1e3:8.3f} ms")  # fmt: skip
-            found[f"{mode}, {name}"] = {"operation_s": median(operation_s), "step_s": median(step_s)}
-    return found
+            result[f"{mode}, {name}"] = {"operation_s": median(operation_s), "step_s": median(step_s)}
+    return result
 
 
 def _shift(pipe: lp.Pipeline) -> None:

@@ -112,25 +112,27 @@ def with_ray(
         path = Path(folder) / "prompts.parquet"
         parquet.write_table(arrow.table({"id": range(n), "prompt": [prompt(i) for i in range(n)]}), path)
         begin = perf_counter()
-        given = {
+        arguments = {
             "spec": spec(model, n_threads),
             "prompt": "prompt",
             "params": params,
             "n_sharing": n_actors,
         }
         # As complete() does, with a class that notes when its batches begin and end.
-        out = mapped(ray.data.read_parquet(str(path)), TimedCompleter, given, 128, (n_actors, n_actors), {})
+        out = mapped(
+            ray.data.read_parquet(str(path)), TimedCompleter, arguments, 128, (n_actors, n_actors), {}
+        )
         rows = arrow.concat_tables(out.iter_batches(batch_size=None, batch_format="pyarrow"))
         seconds = perf_counter() - begin
     ray.shutdown()
     assert sorted(rows["id"].to_pylist()) == list(range(n)), "rows are missing"
     n_tokens = sum(rows["n_completion_tokens"].to_pylist())
     in_actors_s = max(rows["ended_s"].to_pylist()) - min(rows["began_s"].to_pylist())
-    found = {"tokens_per_s": n_tokens / in_actors_s, "whole_job_tokens_per_s": n_tokens / seconds}
+    rates = {"tokens_per_s": n_tokens / in_actors_s, "whole_job_tokens_per_s": n_tokens / seconds}
     if n_actors == 1:
         cpu_s = max(rows["ended_cpu_s"].to_pylist()) - min(rows["began_cpu_s"].to_pylist())
-        found["tokens_per_cpu_s"] = n_tokens / cpu_s
-    return found
+        rates["tokens_per_cpu_s"] = n_tokens / cpu_s
+    return rates
 
 
 def measured(side: str, args: argparse.Namespace) -> dict[str, float]:
@@ -174,8 +176,8 @@ def main() -> None:
     if args.side is not None:
         if args.side == "bare":
             start_ray(1)
-            given = (args.model, args.prompts, params, args.threads)
-            print(json.dumps(ray.get(ray.remote(bare).remote(*given))))
+            arguments = (args.model, args.prompts, params, args.threads)
+            print(json.dumps(ray.get(ray.remote(bare).remote(*arguments))))
         else:
             print(json.dumps(with_ray(args.model, args.prompts, params, args.threads, int(args.side))))
         return

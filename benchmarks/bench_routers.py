@@ -25,7 +25,7 @@ WORDS = "fox bird tree house river stone cloud small old red green quick she he 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
     """All rounds of both sides."""
-    made: dict[str, list[Round]] = {"direct": [], "router": []}
+    rounds: dict[str, list[Round]] = {"direct": [], "router": []}
     with contextlib.ExitStack() as stack:
         command = [*SERVE, "-m", args.model, "--n-seq-max", args.streams, "--n-ctx", 512]
         command += ["--n-threads", args.threads, "--alias", "local", "--no-page"]
@@ -45,8 +45,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
                 prompts = [" ".join(rng.choices(WORDS, k=args.prompt)) for _ in range(args.streams)]
                 result = sides[name](prompts)
                 if i:  # the first round warms up
-                    made[name].append(result)
-    return made
+                    rounds[name].append(result)
+    return rounds
 
 
 def main() -> int:

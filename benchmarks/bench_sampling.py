@@ -58,15 +58,15 @@ def start(model: lp.Model, args: argparse.Namespace) -> int:
     n, times = 2000, []
     for _ in range(args.repeats):
         began = perf_counter()
-        made = []
+        chains = []
         for _ in range(n):
             chain = sampler_factory.make(request)
             assert isinstance(chain, SamplerChain)
             in_graph(chain.handle)
-            made.append(chain)
+            chains.append(chain)
         times.append((perf_counter() - began) / n * 1e6)
-        assert in_graph(made[0].handle)
-        for chain in made:
+        assert in_graph(chains[0].handle)
+        for chain in chains:
             chain.close()
     best = min(times)  # a busy machine makes it slower, nothing makes it faster
     print(f"start: {best:.2f} us a request (median {median(times):.2f}); at most {MOST_US:g}")
@@ -91,7 +91,7 @@ def rows(model: lp.Model, args: argparse.Namespace) -> int:
     n, rng = model.n_vocab, np.random.default_rng(1)
     for n_values in (n, 128):
         for spread in (2.0, 4.0):
-            given = [
+            samples = [
                 np.resize((rng.standard_normal(n_values) * spread).astype(np.float32), n) for _ in range(8)
             ]
             for name, options in ROWS.items():
@@ -100,9 +100,9 @@ def rows(model: lp.Model, args: argparse.Namespace) -> int:
                 )
                 assert isinstance(chain, SamplerChain)
                 times = []
-                for i in range(args.repeats * len(given)):
+                for i in range(args.repeats * len(samples)):
                     began = thread_time()
-                    chain.sample(given[i % len(given)])
+                    chain.sample(samples[i % len(samples)])
                     times.append(thread_time() - began)
                 chain.close()
                 us = median(times) * 1e6
@@ -124,11 +124,11 @@ def graph(model: lp.Model, args: argparse.Namespace) -> int:
                 rows = np.random.default_rng(1).normal(size=(n, n_vocab)).astype(np.float32)
                 out, some = ffi.new("float[]", n * lib.LP_GRAPH_RESULTS), ffi.new("float[]", n * 2 * 64)
                 no_samplers = ffi.new("lp_sampler *[]", n)
-                given, targets = ffi.from_buffer("float[]", rows), ffi.new("int32_t[]", n)
+                values, targets = ffi.from_buffer("float[]", rows), ffi.new("int32_t[]", n)
                 times = []
                 for _ in range(args.repeats):
                     began = perf_counter()
-                    if lib.lp_graph_sample(handle, n_vocab, n, given, no_samplers, targets, out, some) != 0:
+                    if lib.lp_graph_sample(handle, n_vocab, n, values, no_samplers, targets, out, some) != 0:
                         raise RuntimeError(last_error(module))
                     times.append(perf_counter() - began)
                 return min(times) * 1e3

@@ -58,8 +58,8 @@ def over_http(ports: int | list[int], n_generate: int, model: str | None = None)
         read = {connection.fileno(): bytearray() for connection in connections}
         firsts: list[float] = []
         began = time.perf_counter()
-        for connection, one in zip(connections, requests, strict=True):
-            connection.sendall(one)
+        for connection, data in zip(connections, requests, strict=True):
+            connection.sendall(data)
             selector.register(connection, selectors.EVENT_READ)
         while selector.get_map():
             ready_keys = selector.select(_SILENCE_S)
@@ -107,7 +107,7 @@ def in_process(engine: lp.Engine, n_generate: int) -> Side:
     """Streams of the asyncio engine in this process."""
     params = lp.SamplingParams(temperature=0, max_tokens=n_generate, ignore_eos=True, speculate="off")
 
-    async def one(prompt: list[int] | str, began: float) -> float:
+    async def stream(prompt: list[int] | str, began: float) -> float:
         first = 0.0
         async for _ in engine.astream(prompt, params):
             first = first or time.perf_counter() - began
@@ -115,7 +115,7 @@ def in_process(engine: lp.Engine, n_generate: int) -> Side:
 
     async def every(prompts: Prompts) -> Round:
         began = time.perf_counter()
-        firsts = await asyncio.gather(*(one(prompt, began) for prompt in prompts))
+        firsts = await asyncio.gather(*(stream(prompt, began) for prompt in prompts))
         seconds = time.perf_counter() - began
         return Round(len(prompts) * n_generate / seconds, statistics.median(firsts))
 
@@ -130,7 +130,7 @@ def say(text: str) -> None:
 def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Round]]:
     """All rounds of all sides for a number of streams."""
     ours = [*SERVE, "-m", args.model, "--n-seq-max", n, "--n-ctx", N_CTX, "--n-threads", args.threads]
-    made: dict[str, list[Round]] = {}
+    rounds: dict[str, list[Round]] = {}
     say(f"{n} streams: starting the servers")
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {
@@ -151,8 +151,8 @@ def measure(args: argparse.Namespace, n: int, n_vocab: int) -> dict[str, list[Ro
                 result = side(prompts)
                 say(f"{n} streams, round {i} of {args.rounds}, {name}: {result.rate:.0f} tokens/s")
                 if i:  # the first round warms up
-                    made.setdefault(name, []).append(result)
-    return made
+                    rounds.setdefault(name, []).append(result)
+    return rounds
 
 
 def main() -> int:

@@ -79,8 +79,8 @@ def front(files: dict[str, Path], memory: int | None, **options: int) -> Iterato
         listed = Path(folder, "models.toml")
         listed.write_text("".join(f"[models.{name}]\nfile = {str(path)!r}\n" for name, path in files.items()))
         log = Path(folder, "log")
-        given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command = [*SERVE, "--models", str(listed), "--port", "0", *given]
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        command = [*SERVE, "--models", str(listed), "--port", "0", *arguments]
         if memory is not None:
             command += ["--memory", str(memory)]
         # As an installed package: without bytecode, compiling the sources is a third of a small model's load.
@@ -263,12 +263,12 @@ def through(files: dict[str, Path], rounds: int, streams: list[int], n_tokens: i
                 prompts = [[rng.randint(1000, 20_000) for _ in range(16)] for _ in range(n)]
                 for name in sorted(sides, reverse=bool(i % 2)):
                     before = cpu_seconds(server.pid)
-                    one = sides[name](prompts)
+                    result = sides[name](prompts)
                     if i and name == "front":
                         costs.append((cpu_seconds(server.pid) - before) / n)
                     if i:  # the first one warms up
-                        rates[name].append(one.rate)
-                        firsts[name].append(one.first_s)
+                        rates[name].append(result.rate)
+                        firsts[name].append(result.first_s)
             ratio = statistics.median(a / b for a, b in zip(rates["front"], rates["direct"], strict=True))
             later_ms = 1e3 * statistics.median(
                 a - b for a, b in zip(firsts["front"], firsts["direct"], strict=True)

@@ -169,11 +169,11 @@ def main() -> None:
     for i, name in enumerate(WORKS, 1):
         print(f"{i:>6}: {name}")
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "model.gguf"
+        small = Path(folder) / "model.gguf"
         for name in (*args.architectures, *args.model):
             if isinstance(name, str):
-                make_model(made, shape=ARCHITECTURES[name].shrunk(), type_name="f16", vocab="builtin-spm")
-            path = made if isinstance(name, str) else name
+                make_model(small, shape=ARCHITECTURES[name].shrunk(), type_name="f16", vocab="builtin-spm")
+            path = small if isinstance(name, str) else name
             numbers = []
             with lp.Model(path, chat_template=TEMPLATE) as model:
                 for work, (run, goal) in WORKS.items():

@@ -367,8 +367,8 @@ def compare_scripted(
                 if kind == "plain":
                     script.text = [*prompts[i], *tokens.token_ids]
                 is_equal = [*prompts[i], *tokens.token_ids] == script.text
-                found = (after.steps - before.steps, after.n_drafted - before.n_drafted)
-                for j, n in enumerate((*found, after.n_accepted - before.n_accepted, is_equal)):
+                spent = (after.steps - before.steps, after.n_drafted - before.n_drafted)
+                for j, n in enumerate((*spent, after.n_accepted - before.n_accepted, is_equal)):
                     counts[way][j] += n if i or j == 3 else 0
     for way in ways[1:]:
         kind, share = way
@@ -407,13 +407,13 @@ def print_costs(model: lp.Model, draft: Path) -> tuple[list[float], float, float
         target.decode(DecodeBatch.of_tokens(prompt, 0))
 
         def least(compute: Callable[[], None], after: Callable[[], object]) -> float:
-            found = []
+            times = []
             for _ in range(40):
                 began_s = time.process_time()
                 compute()
-                found.append(time.process_time() - began_s)
+                times.append(time.process_time() - began_s)
                 after()
-            return min(found)
+            return min(times)
 
         def steps(n: int) -> float:
             batch = DecodeBatch(prompt[:n], range(200, 200 + n), [0] * n, [True] * n)

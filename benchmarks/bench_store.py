@@ -46,8 +46,8 @@ async def ask(port: int, body: bytes) -> int:
 
 def story(rng: random.Random) -> str:
     """A prompt whose answer is long."""
-    one, two, three = rng.sample(WORDS, 3)
-    return f"Tell me a long story about a {one}, a {two} and a {three}."
+    first, second, third = rng.sample(WORDS, 3)
+    return f"Tell me a long story about a {first}, a {second} and a {third}."
 
 
 class Rates(NamedTuple):
@@ -80,7 +80,7 @@ async def ask_all(
 def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:
     """The rates of all rounds, by side."""
     rng = random.Random(n)
-    made: dict[str, list[Rates]] = {}
+    rounds: dict[str, list[Rates]] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         command = [*SERVE, "-m", args.model, "--n-seq-max", n, "--n-ctx", N_CTX, "--n-threads", args.threads]
@@ -98,10 +98,10 @@ def measure(args: argparse.Namespace, n: int) -> dict[str, list[Rates]]:
                 what = f"{rates.wall:.0f} tokens/s, {rates.cpu:.0f} by processor time"
                 print(f"{n} streams, round {i} of {args.rounds}, {name}: {what}", file=sys.stderr, flush=True)
                 if i:  # the first round warms up
-                    made.setdefault(name, []).append(rates)
+                    rounds.setdefault(name, []).append(rates)
         size = Path(folder, "answers.db").stat().st_size
         print(f"{n} streams: the file has {size / 2**20:.1f} MiB", file=sys.stderr)
-    return made
+    return rounds
 
 
 def main() -> int:
@@ -116,10 +116,12 @@ def main() -> int:
     args = parser.parse_args()
     for n in args.streams:
         rates = measure(args, n)
-        for name, found in rates.items():
-            text = f"{n:3} streams  {name:12}  {statistics.median(one.wall for one in found):7.0f} tokens/s"
+        for name, rounds in rates.items():
+            text = (
+                f"{n:3} streams  {name:12}  {statistics.median(rate.wall for rate in rounds):7.0f} tokens/s"
+            )
             for other in ("no store", "store: false"):  # the latter is the same process
-                pairs = list(zip(found, rates[other], strict=True))
+                pairs = list(zip(rounds, rates[other], strict=True))
                 wall, cpu = (statistics.median(a[k] / b[k] for a, b in pairs) for k in range(2))
                 text += f"  {wall:.3f} of {other}, {cpu:.3f} by processor time"
             print(text, flush=True)

@@ -68,20 +68,20 @@ def measure(name: str, text: str, folder: Path, args: argparse.Namespace) -> Non
     folder.mkdir(exist_ok=True)
     paths = {is_plain: folder / f"{name}{'-F32' if is_plain else ''}.gguf" for is_plain in (False, True)}
     n, n_all = requantize(args.model, name, args.matrices, paths)
-    found: dict[str, tuple[Floats, Floats]] = {}
+    scores: dict[str, tuple[Floats, Floats]] = {}
     for side, is_plain, kernels in SIDES:
         start = process_time()
         with lp.Model(paths[is_plain], kernels=kernels) as model:
             tokens = model.tokenize(text)[: args.windows * args.size]
             if len(tokens) < args.windows * args.size:
                 raise SystemExit(f"the text has {len(tokens)} tokens, {args.windows * args.size} are needed")
-            found[side] = evaluate(model, np.array(tokens).reshape(args.windows, -1), args.n_threads)
+            scores[side] = evaluate(model, np.array(tokens).reshape(args.windows, -1), args.n_threads)
         print(f"{name}: {side} took {process_time() - start:.0f} s", file=sys.stderr, flush=True)
     print(f"{name}: {n} of {n_all} matrices, {args.windows} windows of {args.size} tokens")
-    exact = found["float32"]
-    for side, (nll, logits) in found.items():
+    exact = scores["float32"]
+    for side, (nll, logits) in scores.items():
         means = nll.mean(axis=1)  # of each window
-        apart = means - found["ggml"][0].mean(axis=1)
+        apart = means - scores["ggml"][0].mean(axis=1)
         error = apart.std(ddof=1) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
         difference = np.abs(logits - exact[1])
         print(f"  {side:8} negative log-likelihood {means.mean():.5f}, to ggml's {apart.mean():+.5f} ± {error:.5f}, "

@@ -120,17 +120,17 @@ def main() -> None:
         server.start()
         while not Path(path).exists():
             time.sleep(0.05)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in CLIENTS}
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in CLIENTS}
         for _ in range(args.rounds):
             for name, client in CLIENTS.items():
                 began = time.process_time()
                 n_bytes, n_parts = asyncio.run(client(path, args.answers))
                 spent = time.process_time() - began
                 assert n_bytes == args.answers * args.parts * SIZE
-                found[name].append((spent / args.answers * 1e6, n_parts / args.answers))
+                rounds[name].append((spent / args.answers * 1e6, n_parts / args.answers))
         server.terminate()
     print("| client | CPU, µs an answer | parts |\n|---|---|---|")
-    for name, rows in found.items():
+    for name, rows in rounds.items():
         cpu, parts = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"| {name} | {cpu:,.0f} | {parts:.0f} |")
 

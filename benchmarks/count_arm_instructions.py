@@ -58,17 +58,17 @@ def build(folder: Path) -> dict[str, Path]:
         *map(str, objects),
     ]
     more = ["-w", "-DNDEBUG", "-D_GNU_SOURCE", '-DGGML_VERSION=""', '-DGGML_COMMIT=""']
-    made = {}
+    paths = {}
     for level, processor in LEVELS.items():
-        theirs, made[level] = folder / f"ggml-{level}.o", folder / level
+        theirs, paths[level] = folder / f"ggml-{level}.o", folder / level
         source = ggml / "src" / "ggml-cpu" / "arch" / "arm" / "repack.cpp"
         subprocess.run([*compile_, *more, f"-march={processor}", source, "-o", theirs], check=True)
-        subprocess.run([*link, theirs, "-o", made[level]], check=True)
-    made["plugin"] = folder / "counter.so"
+        subprocess.run([*link, theirs, "-o", paths[level]], check=True)
+    paths["plugin"] = folder / "counter.so"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O1", HERE / "qemu_counter.c", "-o", made["plugin"]], check=True
+        ["cc", "-shared", "-fPIC", "-O1", HERE / "qemu_counter.c", "-o", paths["plugin"]], check=True
     )
-    return made
+    return paths
 
 
 def count(program: Path, plugin: Path, side: str, number: int, n_rows: int) -> float:
@@ -78,21 +78,21 @@ def count(program: Path, plugin: Path, side: str, number: int, n_rows: int) -> f
     for times in ("1", "3"):
         command = [*qemu, side, str(number), str(n_rows), times]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = re.search(r"instructions: (\d+)", done.stderr)
-        assert found is not None, done.stderr
-        totals.append(int(found[1]))
+        match = re.search(r"instructions: (\d+)", done.stderr)
+        assert match is not None, done.stderr
+        totals.append(int(match[1]))
     return (totals[1] - totals[0]) / 2e6
 
 
 def main() -> None:
     """Build, count, print."""
     with tempfile.TemporaryDirectory() as name:
-        made = build(Path(name))
+        paths = build(Path(name))
         print("| type | rows | ours, sdot | ggml, sdot | ggml, i8mm |\n|---|---|---|---|---|")
         for text, (number, sdot, i8mm) in TYPES.items():
             for n_rows in N_ROWS:
                 sides = (("dotprod", "ours"), ("dotprod", sdot), ("i8mm", i8mm))
-                counts = [count(made[level], made["plugin"], side, number, n_rows) for level, side in sides]
+                counts = [count(paths[level], paths["plugin"], side, number, n_rows) for level, side in sides]
                 print(f"| {text} | {n_rows} | {' | '.join(f'{n:.2f}' for n in counts)} |", flush=True)
 
 

@@ -56,15 +56,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         commands = {name: [sys.executable, __file__, "--work", name] for name in PYTHON_WORKS}
         commands["sampling"] = [compiled_scans(Path(folder))]
-        found = {name: count(command) for name, command in commands.items()}
+        counts = {name: count(command) for name, command in commands.items()}
     if args.store:
-        STORED.write_text(json.dumps(stored | {key: found}, indent=1) + "\n", encoding="utf-8")
+        STORED.write_text(json.dumps(stored | {key: counts}, indent=1) + "\n", encoding="utf-8")
     if key not in stored and not args.store:
-        print(f"nothing is stored for {key}, so nothing can be compared: {found}")
+        print(f"nothing is stored for {key}, so nothing can be compared: {counts}")
         return 0
     status = 0
-    for name, n in found.items():
-        before = stored.get(key, found).get(name, n)
+    for name, n in counts.items():
+        before = stored.get(key, counts).get(name, n)
         change = n / before - 1
         print(f"{name}: {n} instructions a round, {change:+.1%} of the stored {before}")
         if abs(change) > TOLERANCE:
@@ -77,10 +77,10 @@ def compiled_scans(folder: Path) -> str:
     """A program that scans rows; llama.cpp's own libraries are built for this machine, which valgrind does not know."""
     source = find_source(None, print).path
     program = folder / "scans"
-    given = [HERE / "scan_work.cpp", NATIVE_SOURCES / "scan.cpp"]
+    sources = [HERE / "scan_work.cpp", NATIVE_SOURCES / "scan.cpp"]
     includes = [NATIVE_SOURCES, source / "include", source / "ggml" / "include"]
     command = [*find_compilers().cxx, "-std=c++17", "-O3", *(f"-I{path}" for path in includes)]
-    subprocess.run([*command, *map(str, given), "-o", str(program)], check=True)
+    subprocess.run([*command, *map(str, sources), "-o", str(program)], check=True)
     return str(program)
 
 

@@ -28,15 +28,15 @@ class Server(NamedTuple):
 def running(*command: object) -> Iterator[Server]:
     """A server in another process, once it answers. The option ``--port`` is added to the command."""
     port = free_port()
-    given = [*map(str, command), "--port", str(port)]
+    arguments = [*map(str, command), "--port", str(port)]
     child = subprocess.Popen(
-        given, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         end = time.monotonic() + 120
         while not healthy(port):
             if child.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the server does not start: {' '.join(given)}")
+                raise RuntimeError(f"the server does not start: {' '.join(arguments)}")
             time.sleep(0.05)
         yield Server(port, child.pid)
     finally:

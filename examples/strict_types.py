@@ -12,8 +12,8 @@ async def ask(engine: lp.Engine) -> list[str]:
 
 
 with lp.Engine(lp.demo_model_path(), type_k="f16", tuning=lp.EngineTuning(ring="auto")) as engine:
-    one: lp.Completion = engine.generate("1, 2, 3,", lp.SamplingParams(max_tokens=4, n=2, logprobs=1))
-    texts: tuple[str, ...] = tuple(choice.text for choice in one.choices)
+    completion: lp.Completion = engine.generate("1, 2, 3,", lp.SamplingParams(max_tokens=4, n=2, logprobs=1))
+    texts: tuple[str, ...] = tuple(choice.text for choice in completion.choices)
     several: list[lp.Completion] = engine.generate([[1, 2], [3]], lp.SamplingParams(max_tokens=2))
     kept: list[lp.Completion | Exception] = engine.generate(["a", ""], on_error="return")
     score: lp.Score = engine.score("1, 2,", " 3")

@@ -53,8 +53,8 @@ def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Acce
     Raises BuildError, which names the missing requirement, if one cannot be built here.
     """
     machine = Machine(options, compilers)
-    found = tuple(_FINDERS[name](machine) for name in options.accelerators)
-    return (*found, *((_RPC,) if options.rpc else ()), *((_MEDIA,) if options.media else ()))
+    accelerators = tuple(_FINDERS[name](machine) for name in options.accelerators)
+    return (*accelerators, *((_RPC,) if options.rpc else ()), *((_MEDIA,) if options.media else ()))
 
 
 def _cuda(machine: Machine) -> Accelerator:
@@ -91,18 +91,18 @@ def _has_cuda_driver(nvcc: str) -> bool:
 
 
 def _find_nvcc() -> str:
-    if given := os.environ.get("CUDACXX"):
-        if found := shutil.which(given):
-            return found
+    if program := os.environ.get("CUDACXX"):
+        if path := shutil.which(program):
+            return path
         raise BuildError(
-            f"CUDACXX={given}: there is no such program", "unset CUDACXX, or set it to nvcc's path"
+            f"CUDACXX={program}: there is no such program", "unset CUDACXX, or set it to nvcc's path"
         )
     folders = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda", "/opt/cuda"]
     for folder in filter(None, folders):
-        if found := shutil.which("nvcc", path=str(Path(folder) / "bin")):
-            return found
-    if found := shutil.which("nvcc"):
-        return found
+        if path := shutil.which("nvcc", path=str(Path(folder) / "bin")):
+            return path
+    if path := shutil.which("nvcc"):
+        return path
     raise BuildError(
         "the CUDA toolkit is missing (no nvcc in CUDA_PATH, in /usr/local/cuda or on PATH)",
         "install it from https://developer.nvidia.com/cuda-downloads, or set CUDACXX=/path/to/nvcc",
@@ -133,14 +133,14 @@ def _vulkan(machine: Machine) -> Accelerator:
         include = str(unpacked)
         version = _vulkan_headers(machine, include)
     if version is None:
-        found = _vulkan_headers(machine, include, any_version=True)
-        if found is None:
+        version = _vulkan_headers(machine, include, any_version=True)
+        if version is None:
             raise BuildError(
                 "the Vulkan headers are missing (no vulkan/vulkan.hpp)", install_command("vulkan")
             )
         raise BuildError(
             "the Vulkan headers are too old: llama.cpp needs VK_EXT_layer_settings"
-            f" (these are version {found} of theirs; 309 is new enough)",
+            f" (these are version {version} of theirs; 309 is new enough)",
             "install the SDK from https://vulkan.lunarg.com/sdk/home and set VULKAN_SDK=/path/to/its/x86_64;\n"
             "on Debian, ci/setup_vulkan_debian.sh unpacks newer headers",
         )

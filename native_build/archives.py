@@ -17,15 +17,15 @@ _ZIP_EPOCH = 315532800
 
 def source_date() -> int:
     """The time to write into what is built: ``SOURCE_DATE_EPOCH`` (seconds since 1970), else now. Raises BuildError."""
-    given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    if not given:
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if not text:
         return int(time.time())
-    if not given.isdecimal():
+    if not text.isdecimal():
         raise BuildError(
-            f"SOURCE_DATE_EPOCH={given!r} is not a whole number of seconds since 1970",
+            f"SOURCE_DATE_EPOCH={text!r} is not a whole number of seconds since 1970",
             "export SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)",
         )
-    return int(given)
+    return int(text)
 
 
 def write_wheel(tree: Path, target: Path) -> Path:

@@ -17,31 +17,31 @@ from native_build.sources import find_source
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, or report in one message why that is impossible. Returns the exit status."""
-    given = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     try:
-        if given.print_source:
-            print(find_source(given.source, say).path)
+        if parsed.print_source:
+            print(find_source(parsed.source, say).path)
             return 0
         options = BuildOptions(
-            backends=tuple(name for group in given.backend or [["cpu"]] for name in group),
-            all_variants=given.all_variants,
-            openmp=given.openmp,
-            rpc=given.rpc,
-            media=given.media,
-            testing=given.testing,
-            source=given.source,
-            jobs=given.jobs,
-            clean=given.clean,
-            cuda_architectures=given.cuda_architectures,
-            target=given.target,
+            backends=tuple(name for group in parsed.backend or [["cpu"]] for name in group),
+            all_variants=parsed.all_variants,
+            openmp=parsed.openmp,
+            rpc=parsed.rpc,
+            media=parsed.media,
+            testing=parsed.testing,
+            source=parsed.source,
+            jobs=parsed.jobs,
+            clean=parsed.clean,
+            cuda_architectures=parsed.cuda_architectures,
+            target=parsed.target,
         )
-        if given.check:
+        if parsed.check:
             check(options)
             say(f"{', '.join(options.backends)}: all requirements of the build are present")
             return 0
         start = time.monotonic()
-        build(options, given.output, say)
-        say(f"done in {time.monotonic() - start:.1f} s: {', '.join(options.backends)} in {given.output}")
+        build(options, parsed.output, say)
+        say(f"done in {time.monotonic() - start:.1f} s: {', '.join(options.backends)} in {parsed.output}")
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -127,8 +127,8 @@ def _cmake_variable(tree: Path, name: str) -> str:
         text = (tree / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-    found = re.search(rf"^{name}:\w+=(.*)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    entry = re.search(rf"^{name}:\w+=(.*)$", text, re.MULTILINE)
+    return entry[1] if entry else ""
 
 
 def _outputs(folder: Path, component: str, system: System) -> dict[str, Path]:

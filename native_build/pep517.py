@@ -28,10 +28,10 @@ Settings = Mapping[str, "str | list[str]"]
 
 
 @contextmanager
-def _options(given: Settings | None, testing: bool = False) -> Iterator[BuildOptions]:
+def _options(config_settings: Settings | None, testing: bool = False) -> Iterator[BuildOptions]:
     """Reads the settings (``testing`` is off by default, or on). A BuildError ends the process with its message."""
     try:
-        settings = (given or {}).items()
+        settings = (config_settings or {}).items()
         yield with_settings(
             BuildOptions(testing=testing),
             {name: text if isinstance(text, str) else " ".join(text) for name, text in settings},

@@ -89,11 +89,11 @@ class Recipe:
 
     def compiler_flags(self, language: str) -> list[str]:
         """The user's flags for ``language`` (C or CXX), then llamapipe's."""
-        given = [
+        flags = [
             *shlex.split(os.environ.get("CPPFLAGS", "")),
             *shlex.split(os.environ.get(f"{language}FLAGS", "")),
         ]
-        return [*given, *self.compilers.workarounds, *self.tuning]
+        return [*flags, *self.compilers.workarounds, *self.tuning]
 
     @property
     def cmake_arguments(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def versioned(folder: Path, system: System, *names: str) -> dict[str, Path]:
     """
     files = {}
     for name in names:
-        path = min(folder.glob(system.library.format(name)), key=lambda found: len(found.name))
+        path = min(folder.glob(system.library.format(name)), key=lambda library: len(library.name))
         files[path.name] = path
     return files
 

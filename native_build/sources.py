@@ -79,22 +79,22 @@ def read_pin(path: Path = REQUIREMENTS) -> Pin:
         text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     except OSError as error:
         raise BuildError(f"{path} cannot be read: {error.strerror}", f"git checkout -- {path}") from None
-    found = re.search(rf"(({'|'.join(ARCHIVES)})==\S+)\s*\\?\s*--hash=sha256:([0-9a-f]{{64}})(?!\S)", text)
-    if not found:
+    match = re.search(rf"(({'|'.join(ARCHIVES)})==\S+)\s*\\?\s*--hash=sha256:([0-9a-f]{{64}})(?!\S)", text)
+    if not match:
         raise BuildError(
             f"{path} has no line of the form {' or '.join(ARCHIVES)}==VERSION --hash=sha256:64_HEX_DIGITS",
             f"git checkout -- {path}",
         )
-    return Pin(found[1], found[3])
+    return Pin(match[1], match[3])
 
 
-def find_source(given: Path | None, say: Callable[[str], None]) -> Source:
-    """The tree to build, in this order: ``given``, the environment variable, a checkout, the pinned archive.
+def find_source(directory: Path | None, say: Callable[[str], None]) -> Source:
+    """The tree to build, in this order: ``directory``, the environment variable, a checkout, the pinned archive.
 
     The archive is fetched into the user's cache the first time. Raises BuildError.
     """
-    if given is not None:
-        return _from_directory(given, "--source")
+    if directory is not None:
+        return _from_directory(directory, "--source")
     if from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
         return _from_directory(Path(from_environment), ENVIRONMENT_VARIABLE)
     if (CHECKOUT / "CMakeLists.txt").exists():
@@ -168,9 +168,9 @@ def _fetch(pin: Pin, folder: Path, say: Callable[[str], None]) -> None:
         say(f"fetching the llama.cpp source ({pin.requirement})")
         archive = _download(pin, scratch)
         # pip checks the hash as well; this check does not depend on pip's version and settings.
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != pin.sha256:
-            raise _changed_hash(pin, found)
+        sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if sha256 != pin.sha256:
+            raise _changed_hash(pin, sha256)
         unpacked = scratch / "unpacked"
         commit = _extract(archive, ARCHIVES[pin.package], unpacked) or pin.release
         for patch in PATCHES:
@@ -233,13 +233,13 @@ def _download(pin: Pin, scratch: Path) -> Path:
 
 
 def _reason(output: str) -> str:
-    found = re.search(r"(\[Errno -?\d+\] [^'\")\n]+|Network is unreachable|timed out)", output)
-    return found[1].strip() if found else ""
+    match = re.search(r"(\[Errno -?\d+\] [^'\")\n]+|Network is unreachable|timed out)", output)
+    return match[1].strip() if match else ""
 
 
-def _changed_hash(pin: Pin, found: str) -> BuildError:
+def _changed_hash(pin: Pin, sha256: str) -> BuildError:
     return BuildError(
-        f"the source archive of {pin.requirement} has changed: sha256 is {found}, expected {pin.sha256}",
+        f"the source archive of {pin.requirement} has changed: sha256 is {sha256}, expected {pin.sha256}",
         "do not build from it unless you know why; third_party/README.md says how to move the pin\n"
         "(if third_party/llama.cpp.txt was edited: git checkout -- third_party/llama.cpp.txt)",
     )

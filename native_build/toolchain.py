@@ -80,10 +80,10 @@ def find_compilers(target: str = "") -> Compilers:
         else:
             cxx = _command("CXX", (f"{target}-g++",), f"C++ compiler for {target}", fix)
             c = _command("CC", (f"{target}-gcc",), f"C compiler for {target}", fix)
-        found = _first_line([*cxx, "-dumpmachine"])
-        if _processor(found) != _processor(target):
+        machine = _first_line([*cxx, "-dumpmachine"])
+        if _processor(machine) != _processor(target):
             raise BuildError(
-                f"the C++ compiler ({shlex.join(cxx)}) compiles for {found}, not for {target}",
+                f"the C++ compiler ({shlex.join(cxx)}) compiles for {machine}, not for {target}",
                 "unset CC and CXX, or set them to compilers for it",
             )
     else:
@@ -124,15 +124,15 @@ def _zig(compiler: str, target: str) -> tuple[str, ...]:
 
 
 def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> tuple[str, ...]:
-    if given := shlex.split(os.environ.get(variable, "")):
-        if shutil.which(given[0]):
-            return tuple(given)
+    if command := shlex.split(os.environ.get(variable, "")):
+        if shutil.which(command[0]):
+            return tuple(command)
         raise BuildError(
-            f"{variable}={given[0]}: there is no such {what}", f"unset {variable}, or set it to one"
+            f"{variable}={command[0]}: there is no such {what}", f"unset {variable}, or set it to one"
         )
     for name in names:
-        if found := shutil.which(name):
-            return (found,)
+        if path := shutil.which(name):
+            return (path,)
     raise BuildError(
         f"no {what} was found (looked for {', '.join(names)})", fix or install_command("compiler")
     )
@@ -166,11 +166,11 @@ def target_python_headers(target: str) -> Path:
     Its version does not matter: the module uses the stable ABI.
     """
     include = target_root(target) / "usr" / "include"
-    if not (found := sorted(include.glob("python3.*/Python.h"))):
+    if not (headers := sorted(include.glob("python3.*/Python.h"))):
         raise BuildError(
             f"Python's C headers for {target} are missing (none in {include})", cross_setup(target)
         )
-    return found[-1].parent
+    return headers[-1].parent
 
 
 def check_python_headers(include: Path | None = None) -> Path:
@@ -185,21 +185,21 @@ def check_python_headers(include: Path | None = None) -> Path:
 
 def find_cmake() -> str:
     """A CMake that is new enough; raises BuildError with pip's command otherwise."""
-    found, old = find_tool("cmake"), ""
-    if found:
-        version = cmake_version(found)
+    cmake, old = find_tool("cmake"), ""
+    if cmake:
+        version = cmake_version(cmake)
         if version >= MIN_CMAKE:
-            return found
-        old = f" (found {'.'.join(map(str, version)) if version else 'one that does not run'} at {found})"
+            return cmake
+        old = f" (found {'.'.join(map(str, version)) if version else 'one that does not run'} at {cmake})"
     least = ".".join(map(str, MIN_CMAKE))
     raise BuildError(f"CMake {least} or newer is missing{old}", f"{sys.executable} -m pip install cmake")
 
 
 def find_ninja() -> str:
     """Ninja; raises BuildError with pip's command if it is missing."""
-    found = find_tool("ninja")
-    if found and _run([found, "--version"]).returncode == 0:
-        return found
+    ninja = find_tool("ninja")
+    if ninja and _run([ninja, "--version"]).returncode == 0:
+        return ninja
     raise BuildError("the build tool Ninja is missing", f"{sys.executable} -m pip install ninja")
 
 
@@ -211,8 +211,8 @@ def find_tool(name: str) -> str | None:
 
 def cmake_version(cmake: str) -> tuple[int, ...]:
     """(major, minor) of a CMake; () if it does not run."""
-    found = re.search(r"cmake version (\d+)\.(\d+)", _run([cmake, "--version"]).stdout)
-    return (int(found[1]), int(found[2])) if found else ()
+    match = re.search(r"cmake version (\d+)\.(\d+)", _run([cmake, "--version"]).stdout)
+    return (int(match[1]), int(match[2])) if match else ()
 
 
 def package_requirements() -> list[str]:

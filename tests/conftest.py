@@ -83,21 +83,21 @@ def make_engine(tiny: lp.Model) -> Iterator[Callable[..., lp.Engine]]:
     import llamapipe as lp
     from llamapipe.engine import with_tuning
 
-    made: list[lp.Engine] = []
+    engines: list[lp.Engine] = []
 
     def make(model: lp.Model | None = None, **options: Any) -> lp.Engine:
         engine = lp.Engine(model or tiny, **with_tuning({"n_ctx": 256, "n_threads": 1, **options}))
-        made.append(engine)
+        engines.append(engine)
         return engine
 
     yield make
     gc.collect()
-    for engine in made:
+    for engine in engines:
         stats = engine.stats()
         engine.check_integrity()
         engine.close(drain=False)
         assert (stats.n_active, stats.n_queued) == (0, 0), f"{engine!r} still holds requests: {stats}"
-    if made:
+    if engines:
         assert "n_queued=0" in repr(engine) or engine.closed
 
 

@@ -115,8 +115,8 @@ CORE = (
 def test_only_the_core_knows_the_inside_of_an_engine(name: str) -> None:
     assert not {other for other in imported(name) if other.startswith("llamapipe._engine")}
     private = re.compile(r"\b\w*(?:engine|embedder|owner)\._(?!_)\w+")
-    found = private.findall(MODULES[name].read_text(encoding="utf-8"))
-    assert not found, f"{found}: Engine and Embedder have public methods for programs around them"
+    uses = private.findall(MODULES[name].read_text(encoding="utf-8"))
+    assert not uses, f"{uses}: Engine and Embedder have public methods for programs around them"
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda f: f.name)
@@ -141,8 +141,8 @@ def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
     """Inside these packages not even for types; everywhere else at least not at run time."""
     package = f"llamapipe.{inside}".rstrip(".")
     names = [name for name in MODULES if f"{name}.".startswith(f"{package}.")]
-    found = circle(names, only_at_run_time=not inside)
-    assert not found, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in found.items())
+    cycle = circle(names, only_at_run_time=not inside)
+    assert not cycle, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in cycle.items())
 
 
 @pytest.mark.parametrize("name", ["state", "gate", "_limits"])
@@ -220,8 +220,8 @@ PRIVATE = re.compile(
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("**/*.py")), ids=lambda path: path.stem)
 def test_only_one_file_of_the_tests_knows_the_inside_of_an_engine(path: Path) -> None:
-    found = {match[0] for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))}
-    assert path == INSIDE or not found, f"{found}: ask a function of tests/support/inside.py"
+    uses = {match[0] for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))}
+    assert path == INSIDE or not uses, f"{uses}: ask a function of tests/support/inside.py"
 
 
 # Tests of more than a part of the package, and what they share.

@@ -125,7 +125,7 @@ def test_what_a_row_does_not_allow_is_refused(tiny: lp.Model, owner: Any, row: O
     """Settings are checked below."""
     makers: Mapping[Any, Any] = {
         lp.Model: partial(lp.Model, lp.demo_model_path()),
-        lp.EngineTuning: lambda **given: lp.Engine(tiny, tuning=lp.EngineTuning(**given)),
+        lp.EngineTuning: lambda **options: lp.Engine(tiny, tuning=lp.EngineTuning(**options)),
     }
     make = makers.get(owner, partial(owner, tiny))
     for value in outside(row):
@@ -145,8 +145,8 @@ def test_a_flag_of_serve_sets_its_field(row: Option) -> None:
         Kind.TEXT: (row.choices[-1] if row.choices else "a",) * 2,
         Kind.FLAG: ("", not row.is_off),
     }[row.kind]
-    given = serve.settings_fields(parser.parse_args([row.flags[-1], *([text] if text else [])]))
-    assert given[row.name] == value
+    fields = serve.settings_fields(parser.parse_args([row.flags[-1], *([text] if text else [])]))
+    assert fields[row.name] == value
     assert row.name not in serve.settings_fields(parser.parse_args([]))
     assert serve.with_option_name(f"{row.name} is bad") == f"{row.flags[-1]} is bad"
 

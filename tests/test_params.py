@@ -95,8 +95,8 @@ class TestLimits:
         for value in (low, high, np.int64(low), np.uint64(high)):
             if value == -1 and name in ("top_k", "seed", "reasoning_budget"):  # other words for 0 and None
                 continue
-            found = getattr(make(**{name: value}), name)
-            assert (found, type(found)) == (value, int)
+            stored = getattr(make(**{name: value}), name)
+            assert (stored, type(stored)) == (value, int)
         for value in (low - 1, high + 1):
             with pytest.raises(ValueError, match=f"^{name} is {value}; it must be from {low} to {high}$"):
                 make(**{name: value})
@@ -105,8 +105,8 @@ class TestLimits:
     def test_numbers(self, name: str) -> None:
         low, high = NUMBERS[name]
         for value in (low, high, np.float64(high), max(Fraction(1, 2), Fraction(low)), int(high) or low):
-            found = getattr(make(**{name: value}), name)
-            assert (found, type(found)) == (value, float)
+            stored = getattr(make(**{name: value}), name)
+            assert (stored, type(stored)) == (value, float)
         for value in (nextafter(low, -inf), nextafter(high, inf)):
             with pytest.raises(
                 ValueError, match=rf"^{name} is .*; it must be from {low:g} to {high:g}$".replace("+", r"\+")
@@ -193,40 +193,40 @@ class TestLimits:
 
 
 class TestValues:
-    @given(given=options)
-    def test_are_what_was_given(self, given: dict[str, Any]) -> None:
-        params = make(**given)
-        assert {name: getattr(params, name) for name in given} == given
-        for name in FIELDS - given.keys():
+    @given(fields=options)
+    def test_are_what_was_given(self, fields: dict[str, Any]) -> None:
+        params = make(**fields)
+        assert {name: getattr(params, name) for name in fields} == fields
+        for name in FIELDS - fields.keys():
             assert getattr(params, name) == getattr(SamplingParams(), name)
 
-    @given(given=options)
-    def test_equal_ones_are_interchangeable(self, given: dict[str, Any]) -> None:
-        a, b = make(**given), make(**given)
+    @given(fields=options)
+    def test_equal_ones_are_interchangeable(self, fields: dict[str, Any]) -> None:
+        a, b = make(**fields), make(**fields)
         assert a == b
         assert hash(a) == hash(b)
         assert {a: 1}[b] == 1
         assert repr(a) == repr(b)
 
-    @given(given=options, name=st.sampled_from(sorted(FIELDS)), data=st.data())
+    @given(fields=options, name=st.sampled_from(sorted(FIELDS)), data=st.data())
     def test_any_field_makes_a_difference(
-        self, given: dict[str, Any], name: str, data: st.DataObject
+        self, fields: dict[str, Any], name: str, data: st.DataObject
     ) -> None:
-        params = make(**given)
+        params = make(**fields)
         other = data.draw(values[name])
         changed = make(**vars(params) | {name: other})
         assert (changed == params) == (other == getattr(params, name))
         assert getattr(changed, name) == other
 
-    @given(given=options)
-    def test_survive_copies_and_pickles(self, given: dict[str, Any]) -> None:
-        params = make(**given)
+    @given(fields=options)
+    def test_survive_copies_and_pickles(self, fields: dict[str, Any]) -> None:
+        params = make(**fields)
         copies = [copy.copy(params), copy.deepcopy(params), dataclasses.replace(params)]
         copies += [pickle.loads(pickle.dumps(params, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
-        for found in copies:
-            assert found == params
-            assert hash(found) == hash(params)
-            assert type(found.logit_bias) is type(params.logit_bias)
+        for copied in copies:
+            assert copied == params
+            assert hash(copied) == hash(params)
+            assert type(copied.logit_bias) is type(params.logit_bias)
 
     def test_a_pickle_is_checked(self) -> None:
         """What comes from elsewhere is no more to be trusted than what is typed."""

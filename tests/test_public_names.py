@@ -98,8 +98,10 @@ def test_pydantic_knows_the_type(kind: type) -> None:
 
 def test_pydantic_makes_params() -> None:
     pydantic = pytest.importorskip("pydantic")
-    made = pydantic.TypeAdapter(lp.SamplingParams).validate_python({"max_tokens": 3, "logit_bias": {1: 2.0}})
-    assert made == lp.SamplingParams(max_tokens=3, logit_bias={1: 2.0})
+    params = pydantic.TypeAdapter(lp.SamplingParams).validate_python(
+        {"max_tokens": 3, "logit_bias": {1: 2.0}}
+    )
+    assert params == lp.SamplingParams(max_tokens=3, logit_bias={1: 2.0})
 
 
 class TestMappings:
@@ -109,8 +111,8 @@ class TestMappings:
 
     def test_are_copied(self) -> None:
         params = self.params
-        for found in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
-            assert found == params and hash(found) == hash(params)
+        for copied in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+            assert copied == params and hash(copied) == hash(params)
         values = dataclasses.asdict(params)
         assert values["logit_bias"] == {5: 1.5, 6: float("-inf")} and values["adapter"] == {"a": 0.5}
         assert lp.SamplingParams(**values) == params
@@ -151,5 +153,5 @@ class TestMappings:
         summary.reasons["too long"] += 2
         assert dataclasses.asdict(summary)["reasons"] == {"too long": 2}
         assert json.loads(json.dumps(dataclasses.asdict(summary)))["n_done"] == 3
-        for found in (copy.deepcopy(summary), pickle.loads(pickle.dumps(summary))):
-            assert found == summary and found.reasons.most_common() == [("too long", 2)]
+        for copied in (copy.deepcopy(summary), pickle.loads(pickle.dumps(summary))):
+            assert copied == summary and copied.reasons.most_common() == [("too long", 2)]

@@ -82,12 +82,14 @@ def test_the_native_struct_has_the_numbers_that_the_rows_name() -> None:
     numbers = {name for name, field in fields if field.type.kind == "primitive"}
     lengths = {"n_biases", "n_allowed", "n_bad_words", "n_end_tokens", "n_order", "n_reasoning_close"}
     # Made from several options: of logits_processors and constraints; from logprobs; with the end tokens.
-    made = {"needs_row", "has_guide", "n_logprobs", "min_tokens", "reasoning_budget", "reasoning_is_open"}
+    derived = {"needs_row", "has_guide", "n_logprobs", "min_tokens", "reasoning_budget", "reasoning_is_open"}
     named = {option.name for option in OPTIONS if option.is_native}
-    assert numbers - lengths - made == named, f"{HEADER}: lp_sampling_options; {BUILD}"
+    assert numbers - lengths - derived == named, f"{HEADER}: lp_sampling_options; {BUILD}"
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if one.is_native], ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS if option.is_native], ids=lambda option: option.name
+)
 def test_the_native_default_is_neutral(option: SamplingOption) -> None:
     defaults = native().lib.lp_sampling_default_options()
     assert hasattr(defaults, option.name), f"{HEADER}: lp_sampling_options; {BUILD}"
@@ -124,5 +126,5 @@ def test_types_of_fields_follow_the_kind(option: SamplingOption) -> None:
     kinds = {Kind.INT: int, Kind.FLOAT: float, Kind.FLAG: bool, Kind.TEXT: str}
     if option.kind in kinds and option.name != "json_whitespace":
         for name in option.wire:
-            found = next(one for one in msgspec.structs.fields(Sampling) if one.name == name)
-            assert found.type == kinds[option.kind] | None and found.default is None
+            field = next(entry for entry in msgspec.structs.fields(Sampling) if entry.name == name)
+            assert field.type == kinds[option.kind] | None and field.default is None

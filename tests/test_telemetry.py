@@ -47,7 +47,7 @@ class Watched:
         self._exporter.clear()
         return spans
 
-    def one(self) -> ReadableSpan:
+    def only_span(self) -> ReadableSpan:
         """The only one."""
         (span,) = self.take()
         return span
@@ -65,14 +65,16 @@ def attributes(span: ReadableSpan) -> Mapping[str, Any]:
 
 def test_a_completion_is_a_span_with_its_counts_and_times(watched: Watched) -> None:
     out = watched.engine.generate(PROMPT, PARAMS)
-    span = watched.one()
-    found = attributes(span)
-    assert span.name == "text_completion tiny" and found["gen_ai.request.model"] == "tiny"
-    assert found["gen_ai.usage.input_tokens"] == out.n_prompt_tokens
-    assert found["gen_ai.usage.output_tokens"] == out.n_completion_tokens == 4
-    assert found["gen_ai.response.finish_reasons"] == ("length",)
-    assert (found["gen_ai.request.max_tokens"], found["gen_ai.request.seed"]) == (4, 7)
-    assert not found["gen_ai.request.stream"] and "gen_ai.request.choice.count" not in found
+    span = watched.only_span()
+    span_attributes = attributes(span)
+    assert span.name == "text_completion tiny" and span_attributes["gen_ai.request.model"] == "tiny"
+    assert span_attributes["gen_ai.usage.input_tokens"] == out.n_prompt_tokens
+    assert span_attributes["gen_ai.usage.output_tokens"] == out.n_completion_tokens == 4
+    assert span_attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert (span_attributes["gen_ai.request.max_tokens"], span_attributes["gen_ai.request.seed"]) == (4, 7)
+    assert (
+        not span_attributes["gen_ai.request.stream"] and "gen_ai.request.choice.count" not in span_attributes
+    )
     assert [event.name for event in span.events] == ["llamapipe.prefill", "llamapipe.first_token"]
     assert span.start_time is not None and span.end_time is not None
     times = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
@@ -150,7 +152,7 @@ def test_a_request_that_fails_is_an_error(watched: Watched) -> None:
 
     with pytest.raises(RuntimeError):
         watched.engine.generate(PROMPT, lp.SamplingParams(logits_processors=[fail]))
-    span = watched.one()
+    span = watched.only_span()
     assert span.status.status_code.name == "ERROR" and attributes(span)["error.type"] == "RuntimeError"
     assert span.status.description == "planted"
 
@@ -158,15 +160,15 @@ def test_a_request_that_fails_is_an_error(watched: Watched) -> None:
 def test_timeouts_are_errors_unless_the_caller_takes_what_there_is(watched: Watched) -> None:
     with pytest.raises(TimeoutError):
         watched.engine.generate(PROMPT, LONG, timeout=0)
-    span = watched.one()
+    span = watched.only_span()
     assert span.status.status_code.name == "ERROR" and attributes(span)["error.type"] == "timeout"
     watched.engine.generate(PROMPT, LONG, timeout=0, on_timeout="return")
-    span = watched.one()
+    span = watched.only_span()
     assert span.status.is_unset and attributes(span)["gen_ai.response.finish_reasons"] == ("timeout",)
     stream = watched.engine.stream(PROMPT, LONG, timeout=0)
     with pytest.raises(TimeoutError):
         next(stream)
-    assert attributes(watched.one())["error.type"] == "timeout"
+    assert attributes(watched.only_span())["error.type"] == "timeout"
 
 
 def test_a_full_queue_is_an_error(make_engine: Callable[..., lp.Engine]) -> None:
@@ -185,7 +187,7 @@ def test_what_a_caller_gives_up_ends_as_cancelled(watched: Watched) -> None:
     engine = watched.engine
     with engine.stream(PROMPT, LONG) as stream:
         next(stream)
-    span = watched.one()
+    span = watched.only_span()
     assert attributes(span)["gen_ai.response.finish_reasons"] == ("cancelled",) and span.status.is_unset
 
     async def cancelled() -> None:
@@ -195,7 +197,7 @@ def test_what_a_caller_gives_up_ends_as_cancelled(watched: Watched) -> None:
         await asyncio.wait([task])
 
     asyncio.run(cancelled())
-    assert attributes(watched.one())["gen_ai.response.finish_reasons"] == ("cancelled",)
+    assert attributes(watched.only_span())["gen_ai.response.finish_reasons"] == ("cancelled",)
 
     done = engine.iter_completed([PROMPT, "A"], [PARAMS, LONG])
     next(done)
@@ -220,7 +222,7 @@ def test_closing_the_engine_ends_the_spans_of_dropped_streams(demo: lp.Model) ->
         watched = Watched(engine)
         next(engine.stream(PROMPT, LONG))
         gc.collect()
-    assert watched.one().end_time is not None
+    assert watched.only_span().end_time is not None
 
 
 def test_uninstrument_ends_it(watched: Watched) -> None:
@@ -254,7 +256,7 @@ def test_a_stream_that_is_dropped_late_ends_too(
 ) -> None:
     """After the engine is closed, no longer instrumented, or instrumented anew."""
     closed, uninstrumented = Watched(make_engine()), Watched(make_engine())
-    streams = [one.engine.stream(PROMPT, LONG) for one in (watched, closed, uninstrumented)]
+    streams = [watch.engine.stream(PROMPT, LONG) for watch in (watched, closed, uninstrumented)]
     closed.engine.close()
     telemetry.uninstrument(uninstrumented.engine)
     again = TracerProvider(shutdown_on_exit=False)
@@ -262,8 +264,8 @@ def test_a_stream_that_is_dropped_late_ends_too(
     streams.clear()
     gc.collect()
     watched.engine.generate(PROMPT, PARAMS)
-    for one in (watched, closed, uninstrumented):
-        assert one.one().end_time is not None
+    for watch in (watched, closed, uninstrumented):
+        assert watch.only_span().end_time is not None
 
 
 def test_a_stream_that_is_dropped_last_ends_at_exit() -> None:

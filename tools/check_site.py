@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 def broken_targets(folder: Path, pages: dict[Path, Page]) -> list[str]:
     """The local targets that lead nowhere."""
-    found = []
+    broken = []
     for file, page in pages.items():
         for target in sorted(page.targets):
             parts = urlsplit(target)
@@ -52,8 +52,8 @@ def broken_targets(folder: Path, pages: dict[Path, Page]) -> list[str]:
             if not missing and anchor and path in pages:
                 missing = anchor not in pages[path].ids
             if missing:
-                found.append(f"{file.relative_to(folder)}: {target}")
-    return found
+                broken.append(f"{file.relative_to(folder)}: {target}")
+    return broken
 
 
 def public_names() -> list[str]:
@@ -64,8 +64,8 @@ def public_names() -> list[str]:
         names.append(f"llamapipe.{name}")
         if not inspect.isclass(value):
             continue
-        for member, found in inspect.getmembers(value):
-            function = found.fget if isinstance(found, property) else found
+        for member, attribute in inspect.getmembers(value):
+            function = attribute.fget if isinstance(attribute, property) else attribute
             ours = str(getattr(function, "__module__", "")).startswith("llamapipe") and inspect.isroutine(
                 function
             )

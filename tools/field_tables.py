@@ -97,7 +97,9 @@ def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | 
 
 
 def _all(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[str, Fate]]:
-    inner = {name: found for name, found in inner_types(kind).items() if found is not Options}  # has a table
+    inner = {
+        name: struct for name, struct in inner_types(kind).items() if struct is not Options
+    }  # has a table
     for name, fate in fates(kind).items():
         if name in inner and fate is None:
             yield from _all(inner[name], f"{place}{name}.")

@@ -46,10 +46,10 @@ _STYLES = {
 }
 
 
-def with_tables(text: str, found: Sequence[Outcome]) -> str:
+def with_tables(text: str, results: Sequence[Outcome]) -> str:
     """The page with the tables as templates and cases say them."""
     for name, lines in (
-        ("templates", _templates(found)),
+        ("templates", _templates(results)),
         ("differences", _differences(LIST)),
         ("differences from vLLM", _differences(VLLM_LIST)),
     ):
@@ -57,11 +57,13 @@ def with_tables(text: str, found: Sequence[Outcome]) -> str:
     return text
 
 
-def _templates(found: Sequence[Outcome]) -> Iterable[str]:
+def _templates(results: Sequence[Outcome]) -> Iterable[str]:
     yield "| template | reasoning, marks of the text | a call | several | ids | read | allowed |"
     yield "|---|---|---|---|---|---|---|"
-    counts = Counter((one.case.template, one.kind) for one in found)
-    good = Counter((one.case.template, one.kind) for one in found if one.verdict in (RIGHT, ALLOWED))
+    counts = Counter((outcome.case.template, outcome.kind) for outcome in results)
+    good = Counter(
+        (outcome.case.template, outcome.kind) for outcome in results if outcome.verdict in (RIGHT, ALLOWED)
+    )
     for name in names():
         form = format_of(name)
         n, n_grammar = counts[name, "read"], counts[name, "grammar"]

@@ -194,8 +194,8 @@ def with_table(text: str, model: lp.Model) -> str:
     lines = ["| keyword | schema | mask | differs in |", "|---|---|---|---|"]
     for case in CASES:
         mask, differs = _result(case, model)
-        shown = ", ".join(f"`{one}`" for one in differs)
-        keywords = ", ".join(f"`{one}`" for one in case.keyword.split(", "))
+        shown = ", ".join(f"`{keyword}`" for keyword in differs)
+        keywords = ", ".join(f"`{keyword}`" for keyword in case.keyword.split(", "))
         schema = json.dumps(case.schema, ensure_ascii=False)
         lines.append(f"| {keywords} | `{cell(schema)}` | {mask} | {cell(shown)} |")
     table = "\n".join(lines) + "\n"

@@ -36,9 +36,9 @@ WITHOUT = (
 )  # fmt: skip
 
 
-def serve(given: list[str]) -> None:
+def serve(arguments: list[str]) -> None:
     """Becomes ``llamapipe serve`` with options of llama-server. Exits with a message for what there is not."""
-    made, values = ["--any-model-name"], iter(given)
+    options, values = ["--any-model-name"], iter(arguments)
     numbers = {"--ctx-size": 0, "--parallel": 0}
     has_file = False
     for name in values:
@@ -49,33 +49,33 @@ def serve(given: list[str]) -> None:
             numbers[name] = int(value)
         elif name == "--alias":
             for alias in value.split(","):
-                made += ["-a", alias]
+                options += ["-a", alias]
         elif name == "--api-key":
             os.environ["LLAMAPIPE_API_KEYS"] = value
         elif name == "--hf-repo":
-            if not any(part in f"{value} {' '.join(given)}" for part in MODELS):
+            if not any(part in f"{value} {' '.join(arguments)}" for part in MODELS):
                 sys.exit(f"shim: another model: {value}")
         elif name == "--lora":
-            made += ["--lora", f"{Path(value).stem}={value}"]
+            options += ["--lora", f"{Path(value).stem}={value}"]
         elif name in WITH_VALUE:
             has_file = has_file or name == "--model"
             value = {"on": "auto"}.get(value, value) if name == "--reasoning" else value
-            made += [WITH_VALUE[name], value] if WITH_VALUE[name] else []
+            options += [WITH_VALUE[name], value] if WITH_VALUE[name] else []
         else:
             sys.exit(f"shim: another option: {name}")
-    if not has_file and "--hf-repo" not in given:
+    if not has_file and "--hf-repo" not in arguments:
         sys.exit("shim: another option: no model")
     n_slots = numbers["--parallel"] or 4
-    made += ["-np", str(n_slots)]
+    options += ["-np", str(n_slots)]
     if numbers["--ctx-size"]:
         # There it is the context of all slots, unless they share the cells.
-        shares = numbers["--parallel"] and "--kv-unified" not in given
-        made += ["-c", str(numbers["--ctx-size"] // n_slots if shares else numbers["--ctx-size"])]
-    if "--no-ui" in given:
-        made.append("--no-page")
-    if "--context-shift" in given:
-        made += ["--overflow", "shift"]
-    os.execv(sys.executable, [sys.executable, "-m", "llamapipe", "serve", *made])
+        shares = numbers["--parallel"] and "--kv-unified" not in arguments
+        options += ["-c", str(numbers["--ctx-size"] // n_slots if shares else numbers["--ctx-size"])]
+    if "--no-ui" in arguments:
+        options.append("--no-page")
+    if "--context-shift" in arguments:
+        options += ["--overflow", "shift"]
+    os.execv(sys.executable, [sys.executable, "-m", "llamapipe", "serve", *options])
 
 
 def run(source: Path, options: list[str]) -> int:
@@ -95,8 +95,8 @@ def run(source: Path, options: list[str]) -> int:
         binary.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE}" --serve "$@"\n')
         binary.chmod(0o755)
         report = folder / "report.xml"
-        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        path = os.pathsep.join([str(tests), *map(os.path.abspath, given)])
+        paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        path = os.pathsep.join([str(tests), *map(os.path.abspath, paths)])
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no_models", "--tb=short", f"--junitxml={report}",
              "-o", "junit_logging=all", *options],
@@ -135,8 +135,8 @@ def reason_of(name: str, text: str) -> str | None:
     """Why a test failed, None: that is not known."""
     if "shim: another model" in text:
         return "needs another model"
-    if (found := re.search(r"shim: another option: (.*)", text)) is not None:
-        return f"needs {found[1]}"
+    if (option := re.search(r"shim: another option: (.*)", text)) is not None:
+        return f"needs {option[1]}"
     return next((reason for pattern, reason in REASONS.items() if re.search(pattern, name)), None)
 
 

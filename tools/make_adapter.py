@@ -138,8 +138,8 @@ def write(path: Path, adapted: dict[str, Adapted], rank: int) -> None:
     writer.add_license("MIT")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(rank))
-    for name, one in adapted.items():
-        for half, values in (("a", one.a), ("b", one.b)):
+    for name, matrices in adapted.items():
+        for half, values in (("a", matrices.a), ("b", matrices.b)):
             writer.add_tensor(f"{name}.lora_{half}", values.detach().half().numpy())
     finish(writer)
 

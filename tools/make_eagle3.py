@@ -143,11 +143,11 @@ def write_eagle3(
 def random_tensors(shape: Eagle3Shape, n_vocab: int, seed: int = 1) -> dict[str, npt.NDArray[np.float32]]:
     """Random weights; the logits of a row have a standard deviation of 3, as those of trained models."""
     rng = np.random.default_rng(seed)
-    found = {}
+    tensors = {}
     for name, dims in shape.dims(n_vocab).items():
         values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
-        found[name] = (values * (3.0 if name == "output_norm.weight" else 1.0)).astype(np.float32)
-    return found
+        tensors[name] = (values * (3.0 if name == "output_norm.weight" else 1.0)).astype(np.float32)
+    return tensors
 
 
 def right_tensors(
@@ -163,8 +163,8 @@ def right_tensors(
     turn = rotation(width)
     turn += noise * np.random.default_rng(7).standard_normal(turn.shape) / np.sqrt(width)
     rows = output_rows(target)
-    found: dict[str, npt.NDArray[Any]] = {**random_tensors(shape, 1)}
-    found |= {
+    tensors: dict[str, npt.NDArray[Any]] = {**random_tensors(shape, 1)}
+    tensors |= {
         "fc.weight": np.concatenate([ones, zeros, zeros], axis=1),
         "blk.0.attn_q.weight": np.concatenate([5 * ones, zeros], axis=1),
         "blk.0.attn_k.weight": np.concatenate([5 * ones, zeros], axis=1),
@@ -173,7 +173,7 @@ def right_tensors(
         "blk.0.ffn_down.weight": np.zeros((width, shape.ffn)),
         "output.weight": rows if tokens is None else rows[list(tokens)],
     }
-    return {name: values.astype(np.float32) for name, values in found.items()}
+    return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
 def output_rows(target: str | os.PathLike[str]) -> npt.NDArray[np.float32]:

@@ -220,8 +220,14 @@ def _describe(writer: gguf.GGUFWriter, metadata: Mapping[str, Any], fields: Mapp
     """Adds the metadata of the architecture, and the vocabulary's."""
     kind = gguf.GGUFValueType
     for key, value in metadata.items():
-        one = value[0] if isinstance(value, list) else value
-        of_one = kind.BOOL if isinstance(one, bool) else kind.UINT32 if isinstance(one, int) else kind.FLOAT32
+        element = value[0] if isinstance(value, list) else value
+        of_one = (
+            kind.BOOL
+            if isinstance(element, bool)
+            else kind.UINT32
+            if isinstance(element, int)
+            else kind.FLOAT32
+        )
         array = (kind.ARRAY, of_one) if isinstance(value, list) else (of_one, None)
         writer.add_key_value(f"{writer.arch}.{key}", value, *array)
     for key, field in fields.items():
@@ -236,17 +242,19 @@ def _tensor_type(type_name: str, name: str, n_layers: int, n_cols: int) -> gguf.
     kind = gguf.GGMLQuantizationType
     if type_name == "mxfp4_moe" and "_exps." in name:
         return kind.MXFP4 if n_cols % 32 == 0 else kind.F16
-    found = TYPES[type_name][0]
+    tensor_type = TYPES[type_name][0]
     if type_name == "q4_k_m":
         if name in ("token_embd.weight", "output.weight"):  # the first may be the output matrix
-            found = kind.Q6_K
+            tensor_type = kind.Q6_K
         elif name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")):
             layer, eighth = int(name.split(".")[1]), n_layers // 8
             if layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2:
-                found = kind.Q6_K
+                tensor_type = kind.Q6_K
         if n_cols % k_quants.BLOCK:
-            found = kind.Q5_0 if found == kind.Q4_K else kind.Q8_0
-    return kind.F16 if found != _F32 and n_cols % PACKED.get(type_name, 1) and n_cols % 32 else found
+            tensor_type = kind.Q5_0 if tensor_type == kind.Q4_K else kind.Q8_0
+    return (
+        kind.F16 if tensor_type != _F32 and n_cols % PACKED.get(type_name, 1) and n_cols % 32 else tensor_type
+    )
 
 
 Weights = Iterator[tuple[str, npt.NDArray[np.float32], tuple[int, ...]]]
@@ -386,7 +394,7 @@ def _tensor_shapes(
     writer = gguf.GGUFWriter(None, model.architecture)
     # A tokenizer that only counts.
     _describe(writer, fewer, {"tokenizer.ggml.model": Field("none", gguf.GGUFValueType.STRING)})
-    found = {}
+    shapes = {}
     for name, listed in tensors_of(writer, model.architecture):
         dims = listed
         if (
@@ -400,8 +408,8 @@ def _tensor_shapes(
             if dims[-1] != n_used:
                 raise ValueError(f"{name} of shape {dims} was taken for one of {n_used} experts")
             dims = (*dims[:-1], n_experts)
-        found[name] = tuple(reversed(dims))
-    return found
+        shapes[name] = tuple(reversed(dims))
+    return shapes
 
 
 def _values(
@@ -621,7 +629,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(
-    name: str, tiny: bool, given: dict[str, int], mtp: int = 0, mtp_noise: float | None = None
+    name: str, tiny: bool, sizes: dict[str, int], mtp: int = 0, mtp_noise: float | None = None
 ) -> tuple[Shape | Architecture, str]:
     """The sizes that the command line asks for, and the vocabulary that goes with them. Raises ValueError."""
     if name in PRESETS:
@@ -629,26 +637,26 @@ def _chosen(
             raise ValueError("--tiny is for the architectures of model_shapes.py; use --preset tiny")
         if mtp:
             raise ValueError("--mtp is for the architectures of model_shapes.py, such as qwen3.5-0.8b")
-        if "heads" in given and "heads_kv" not in given:
-            given = given | {"heads_kv": given["heads"]}
-        return replace(PRESETS[name].shape, **given), PRESETS[name].vocab
+        if "heads" in sizes and "heads_kv" not in sizes:
+            sizes = sizes | {"heads_kv": sizes["heads"]}
+        return replace(PRESETS[name].shape, **sizes), PRESETS[name].vocab
     model = ARCHITECTURES[name].shrunk() if tiny else ARCHITECTURES[name]
-    if others := sorted(given.keys() - {"layers", "context"}):
+    if others := sorted(sizes.keys() - {"layers", "context"}):
         raise ValueError(
             f"{name} has sizes of its own: {', '.join(others)} cannot be set, layers and context can"
         )
-    model = replace(model, context=given.get("context", model.context), mtp=mtp, mtp_noise=mtp_noise)
+    model = replace(model, context=sizes.get("context", model.context), mtp=mtp, mtp_noise=mtp_noise)
     if mtp_noise is not None:
         model = replace(model, tied=False)
-    return model.cut(given["layers"]) if "layers" in given else model, "smollm2"
+    return model.cut(sizes["layers"]) if "layers" in sizes else model, "smollm2"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    given = {name: getattr(args, name) for name in vars(Shape()) if getattr(args, name) is not None}
+    sizes = {name: getattr(args, name) for name in vars(Shape()) if getattr(args, name) is not None}
     try:
-        shape, vocab = _chosen(args.preset, args.tiny, given, args.mtp, args.mtp_noise)
+        shape, vocab = _chosen(args.preset, args.tiny, sizes, args.mtp, args.mtp_noise)
         path = make_model(
             args.out,
             shape=shape,

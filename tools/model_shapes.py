@@ -115,7 +115,7 @@ def _gemma4(n: int, sizes: Metadata) -> Metadata:
 
 def _lfm2(n: int, sizes: Metadata) -> Metadata:
     attends = [i in (2, 5, 8) or (i >= 10 and i % 2 == 0) for i in range(n)]
-    return {"attention.head_count_kv": [sizes["_kv"] * one for one in attends]}
+    return {"attention.head_count_kv": [sizes["_kv"] * is_attention for is_attention in attends]}
 
 
 def _granite4(n: int, sizes: Metadata) -> Metadata:

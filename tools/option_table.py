@@ -38,8 +38,8 @@ _OWNERS: tuple[tuple[str, Callable[..., Any], Sequence[Option]], ...] = (
 
 def with_tables(page: Path) -> str:
     """The text of a page with its tables as the rows say them."""
-    made = {PAGE: _requests, ALL: _owners, LIMITED: _limits}[page]
-    return with_section(page.read_text(encoding="utf-8"), BEGIN, END, made())
+    make_section = {PAGE: _requests, ALL: _owners, LIMITED: _limits}[page]
+    return with_section(page.read_text(encoding="utf-8"), BEGIN, END, make_section())
 
 
 def _table(titles: str, rows: Sequence[Sequence[str]]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def with_section(text: str, begin: str, end: str, section: str) -> str:
     """The page's text with ``section`` between two lines. Raises ValueError if the page lacks one of them."""
-    before, found, rest = text.partition(begin)
+    before, opening, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
+    if not opening or not closed:
         raise ValueError(f"the page must have the lines {begin.strip()} and {end.strip()}")
     return f"{before}{begin}{section}{end}{after}"
 

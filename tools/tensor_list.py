@@ -31,8 +31,8 @@ Dims = tuple[int, ...]  # as ggml counts them: the length of a row first
 
 
 def _text(ffi: cffi.FFI, text: Any) -> str:
-    found = ffi.string(text)
-    return found.decode() if isinstance(found, bytes) else found
+    string = ffi.string(text)
+    return string.decode() if isinstance(string, bytes) else string
 
 
 def tensors_of(writer: gguf.GGUFWriter, architecture: str) -> list[tuple[str, Dims]]:
@@ -44,14 +44,14 @@ def tensors_of(writer: gguf.GGUFWriter, architecture: str) -> list[tuple[str, Di
     n_bytes = module.ffi.sizeof("struct llama_model_params")
     ffi = cffi.FFI()
     ffi.cdef(_CDEF.format(n_words=n_bytes // 8).replace(" ...; }", " }"))
-    found: dict[str, Dims] = {}
+    dims_of: dict[str, Dims] = {}
 
     @ffi.callback("void(struct ggml_tensor *, void *)")
     def see(tensor: Any, _: Any) -> None:
         dims = list(tensor.ne)
         while len(dims) > 1 and dims[-1] == 1:
             dims.pop()
-        found.setdefault(_text(ffi, ggml.ggml_get_name(tensor)), tuple(dims))
+        dims_of.setdefault(_text(ffi, ggml.ggml_get_name(tensor)), tuple(dims))
 
     ggml: Any = ffi.dlopen(str(LIB_DIR / "libllamapipe-ggml-base.so.0"))
     llama: Any = ffi.dlopen(str(LIB_DIR / "libllamapipe-llama.so.0"))
@@ -75,4 +75,4 @@ def tensors_of(writer: gguf.GGUFWriter, architecture: str) -> list[tuple[str, Di
         raise ValueError(f"llama.cpp cannot make a {architecture} of these sizes: {reason}")
     module.lib.llama_model_free(module.ffi.cast("struct llama_model *", int(ffi.cast("intptr_t", model))))
     drain_log(module)
-    return list(found.items())
+    return list(dims_of.items())

@@ -45,10 +45,10 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="leave out this many lines at the start")
     parser.add_argument("--columns", type=int, default=100, help="cut lines after this many characters")
     parser.add_argument("command", nargs="+")
-    given = parser.parse_args()
-    done = subprocess.run(given.command, capture_output=True, text=True, check=False)
-    lines = [line[: given.columns].rstrip() for line in done.stdout.rstrip().splitlines()[given.skip :]]
-    given.output.write_text(picture(" ".join(given.command), lines[: given.lines]), encoding="utf-8")
+    args = parser.parse_args()
+    done = subprocess.run(args.command, capture_output=True, text=True, check=False)
+    lines = [line[: args.columns].rstrip() for line in done.stdout.rstrip().splitlines()[args.skip :]]
+    args.output.write_text(picture(" ".join(args.command), lines[: args.lines]), encoding="utf-8")
     return done.returncode
 
 

@@ -135,16 +135,16 @@ def _exported(statement: str) -> str:
     return f"from llamapipe.{match[1]} import {', '.join(names)}"
 
 
-def made(module: Module) -> str:
+def generate(module: Module) -> str:
     """The text of a module of ``_sync``, as ruff formats it, with the imports that it needs."""
     text = (PACKAGE / module.source).read_text(encoding="utf-8")
-    found = PART.search(text)
-    assert found is not None, module.source
+    match = PART.search(text)
+    assert match is not None, module.source
     imports = "\n".join(map(_exported, module.imports))
     own = "\n".join(line for line in _imports(ast.parse(text), text).splitlines() if "_sync" not in line)
     new = (
         f'"""{module.doc} Made by ``tools/unasync.py`` from ``{module.source}``: edit that file."""\n\n'
-        f"{own}\n{imports}\n\n\n{module.head}{for_threads(found['body'])}"
+        f"{own}\n{imports}\n\n\n{module.head}{for_threads(match['body'])}"
     )
     for command in (["check", "--fix-only", "--select", "F401,F811,I,TC", "--exit-zero"], ["format"]):
         new = subprocess.run(
@@ -172,7 +172,7 @@ def main() -> int:
     changed = []
     for module in MODULES:
         path = PACKAGE / module.target
-        new = made(module)
+        new = generate(module)
         if not path.exists() or new != path.read_text(encoding="utf-8"):
             changed.append(path)
             if "--check" not in sys.argv:

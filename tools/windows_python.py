@@ -117,9 +117,9 @@ def main() -> int:
         scratch = Path(name)
         scratch.chmod(0o755)
         unpacked = unpack(download(scratch), scratch / "unpacked")
-        (found,) = unpacked.iterdir()
+        (python,) = unpacked.iterdir()
         chosen = scratch / "chosen"
-        choose(found, chosen, certificates(found / "python.exe", scratch))
+        choose(python, chosen, certificates(python / "python.exe", scratch))
         add_headers(chosen)
         add_missing_library(chosen)
         shutil.rmtree(target, ignore_errors=True)
@@ -189,11 +189,11 @@ def is_signed(path: Path, known: Path) -> bool:
     return done.returncode == 0 and signer.strip().splitlines()[-1].endswith(SIGNER)
 
 
-def choose(found: Path, target: Path, known: Path) -> None:
+def choose(unpacked: Path, target: Path, known: Path) -> None:
     """Copy what is signed, or in the signed catalogue, and say what is left out."""
-    if not is_signed(found / "python.exe", known):
+    if not is_signed(unpacked / "python.exe", known):
         sys.exit("python.exe is not signed by the Python Software Foundation: it must not be run")
-    catalogue = found / "DLLs" / "python_lib.cat"
+    catalogue = unpacked / "DLLs" / "python_lib.cat"
     if not is_signed(catalogue, known):
         sys.exit(f"{catalogue.name} is not signed by the Python Software Foundation")
     hashes = catalogue.read_bytes()
@@ -201,16 +201,16 @@ def choose(found: Path, target: Path, known: Path) -> None:
     (target / "Lib" / "site-packages").mkdir(parents=True)
     left_out = []
     for path in (
-        path for kind in ("*.exe", "*.dll", "DLLs/*.dll", "DLLs/*.pyd") for path in found.glob(kind)
+        path for kind in ("*.exe", "*.dll", "DLLs/*.dll", "DLLs/*.pyd") for path in unpacked.glob(kind)
     ):
         if path.name in LEFT_OUT:
             continue
         if is_signed(path, known):
-            shutil.copyfile(path, target / path.relative_to(found))
+            shutil.copyfile(path, target / path.relative_to(unpacked))
         else:
             left_out.append(path.name)
-    for path in sorted((found / "Lib").rglob("*.py")):
-        name = path.relative_to(found / "Lib")
+    for path in sorted((unpacked / "Lib").rglob("*.py")):
+        name = path.relative_to(unpacked / "Lib")
         if name.parts[0] in LEFT_OUT:
             continue
         data = path.read_bytes()

@@ -83,16 +83,16 @@ class Peers:
     def versions(self) -> dict[str, str]:
         """Of the bindings; the programs are of the pinned source."""
         ask = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
-        found = dict.fromkeys(
+        versions = dict.fromkeys(
             [name for name in PROGRAMS if name not in self.missing], read_pin(REQUIREMENTS).requirement
         )
         for name in BINDINGS:
             if name not in self.missing:
                 command = [str(self.python(name)), "-c", ask, name]
-                found[name] = subprocess.run(
+                versions[name] = subprocess.run(
                     command, capture_output=True, text=True, check=True
                 ).stdout.strip()
-        return found
+        return versions
 
     def _check(self, name: str) -> None:
         if name in self.missing:
@@ -123,9 +123,9 @@ def build_peers(
         except (subprocess.CalledProcessError, OSError) as e:
             output = getattr(e, "stderr", "") or getattr(e, "stdout", "") or ""
             failed[name] = f"{e}\n{output[-2000:]}"
-    found = find_peers(cuda)
-    found.missing |= {name: reason for name, reason in failed.items() if name in found.missing}
-    return found
+    builds = find_peers(cuda)
+    builds.missing |= {name: reason for name, reason in failed.items() if name in builds.missing}
+    return builds
 
 
 def _how(name: str) -> str:

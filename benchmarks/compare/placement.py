@@ -20,8 +20,8 @@ def forget_code(peers: Path) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    found = [*LIB_DIR.parent.rglob("*.so*"), *peers.glob("bin/*"), *peers.rglob("*.so*")]
-    for path in filter(Path.is_file, found):
+    files = [*LIB_DIR.parent.rglob("*.so*"), *peers.glob("bin/*"), *peers.rglob("*.so*")]
+    for path in filter(Path.is_file, files):
         try:
             with path.open("rb") as file:
                 os.fsync(file)  # what was just built is not written yet, and stays

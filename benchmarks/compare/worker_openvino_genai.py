@@ -34,9 +34,9 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
 
     def run(prompts: list[list[int]]) -> Measured:
         ids = np.array(prompts, np.int64)
-        given = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         began = perf_counter()
-        out = pipeline.generate(given, config)
+        out = pipeline.generate(inputs, config)
         return Measured(perf_counter() - began, sum(map(len, out.tokens)), [])
 
     return run

@@ -94,10 +94,10 @@ def _complete(text: bytearray, streaming: bool) -> bool:
 
 
 def _n_tokens(text: bytearray) -> int:
-    found = re.findall(rb'"tokens_predicted":(\d+)', text)
-    if not found:
+    counts = re.findall(rb'"tokens_predicted":(\d+)', text)
+    if not counts:
         raise RuntimeError(f"llama-server said {bytes(text[:500])!r}")
-    return int(found[-1])
+    return int(counts[-1])
 
 
 serve(start)

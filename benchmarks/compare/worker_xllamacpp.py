@@ -27,7 +27,7 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
     def run(prompts: list[list[int]]) -> Measured:
         counts: list[int] = []
 
-        def one(prompt: list[int]) -> None:
+        def complete(prompt: list[int]) -> None:
             out = server.handle_completions(
                 {
                     "prompt": prompt, "n_predict": work.n_generate, "max_tokens": work.n_generate, "temperature": 0,
@@ -36,7 +36,7 @@ def start(path: Path, work: Work, arguments: list[str]) -> Run:
             )  # fmt: skip
             counts.append(out["usage"]["completion_tokens"])
 
-        jobs = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts]
+        jobs = [threading.Thread(target=complete, args=(prompt,)) for prompt in prompts]
         began = perf_counter()
         for job in jobs:
             job.start()

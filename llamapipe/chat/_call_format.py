@@ -349,7 +349,7 @@ class TemplateProbe:
 
     def calls(self, n: int) -> str | None:
         """Return the assistant's text with ``n`` calls and no content; None if the template shows none."""
-        return next((sample.one if n == 1 else sample.both for sample in self._samples), None)
+        return next((sample.call if n == 1 else sample.both for sample in self._samples), None)
 
     @cached_property
     def _samples(self) -> list[_Sample]:
@@ -364,7 +364,7 @@ class TemplateProbe:
                     continue
                 if listed is not None and "".join(listed.split()) != "".join(call.split()):
                     form, call = form._replace(is_listed=True), listed
-                if all(call != other.one for other in samples):
+                if all(call != other.call for other in samples):
                     both = self._calls(form, 2, _ARGUMENTS)
                     later = self._calls(form, 1, _ARGUMENTS, later=True)
                     samples.append(_Sample(form, call, both, later))
@@ -459,7 +459,7 @@ class TemplateProbe:
     def shows(self, form: CallFormat) -> bool:
         """Return whether the template writes calls as this format does."""
         whole = replace(form, section_start="", section_end="")
-        return any(_writes(whole, sample.one, is_whole=False) for sample in self._samples)
+        return any(_writes(whole, sample.call, is_whole=False) for sample in self._samples)
 
     def _formats(self, samples: Sequence[_Sample]) -> Iterator[CallFormat]:
         for find in (_json_format, _named_format, _tagged_format, _quoted_format, _python_format):
@@ -494,7 +494,7 @@ class TemplateProbe:
             with_numbers = with_numbers and sample.prompted + with_numbers
             if with_numbers and not _writes(form, with_numbers, numbers):
                 return None
-            if not _writes(form, sample.one):
+            if not _writes(form, sample.call):
                 return None
             call = replace(form, section_start="", section_end="")  # a template may omit these there
             if sample.later and not _writes(call, sample.later, is_whole=False):
@@ -562,7 +562,7 @@ class _Sample(NamedTuple):
     """The texts of one call, two calls and a later call, and the part of them at the end of the prompt."""
 
     form: _Form
-    one: str
+    call: str
     both: str | None
     later: str | None
     prompted: str = ""
@@ -570,7 +570,7 @@ class _Sample(NamedTuple):
 
 # ---- from the text of calls to a format
 def _json_format(sample: _Sample) -> CallFormat | None:
-    call, both = sample.one, sample.both
+    call, both = sample.call, sample.both
     place = _call_object(call, _NAMES[0])
     if place is None:
         return None
@@ -653,7 +653,7 @@ def _argument_places(text: str, n: int) -> list[int] | None:
 
 
 def _tagged_format(sample: _Sample) -> CallFormat | None:
-    call = sample.one
+    call = sample.call
     places = _argument_places(call, 0)
     if places is None:
         return None
@@ -699,7 +699,7 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
 
 def _quoted_format(sample: _Sample) -> CallFormat | None:
     """Find the format NAME{KEY:VALUE,KEY:…}, with a marker before and after each string."""
-    call = sample.one
+    call = sample.call
     places = _argument_places(call, 0)
     if places is None:
         return None
@@ -756,7 +756,7 @@ def _cut(text: str) -> tuple[str, str]:
 
 def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | None:
     """Complete a format with the head of calls and the text around calls."""
-    place = find(sample.one, 0)
+    place = find(sample.call, 0)
     if place is None:
         return None
     first, second = (find(sample.both, 0), find(sample.both, 1)) if sample.both else (None, None)
@@ -769,7 +769,7 @@ def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | 
         name_end = later.name + len(_NAMES[0])
         others.append((sample.later[: later.name], sample.later[name_end : later.head_end], 0))
     name_end = place.name + len(_NAMES[0])
-    calls = [(sample.one[: place.name], sample.one[name_end : place.head_end], 0), *others]
+    calls = [(sample.call[: place.name], sample.call[name_end : place.head_end], 0), *others]
     befores = [before.replace(_IDS[n], _ID_MARK) for before, _, n in calls]
     afters = [after.replace(_IDS[n], _ID_MARK).replace(_NAMES[n], _NAMES[0]) for _, after, n in calls]
     befores, left = _with_numbers(befores)
@@ -781,7 +781,7 @@ def _laid_out(form: CallFormat, sample: _Sample, find: _Locate) -> CallFormat | 
     slots = {_ID_MARK: Slot.ID, _NUMBER_MARK: Slot.NUMBER, _NAMES[0]: Slot.NAME}
     return replace(
         form,
-        **_edges(start, between, sample.one[place.end :]),
+        **_edges(start, between, sample.call[place.end :]),
         parallel=between is not None,
         head=tuple(slots.get(part, part) for part in parts if part),
         first_number=int(numbers[0]) if numbers else 0,

@@ -21,9 +21,9 @@ from llamapipe.cli.options import (
     add_model,
     add_options,
     defaults_of,
-    given,
     model_path,
     opened_engine,
+    read_options,
 )
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.cli.ps import add_server_arguments
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name, path in (("IN", args.input), ("-o OUT", args.output)) if path is None]:
         raise UsageError(f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing")
     with usage_errors():
-        params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
+        params = lp.SamplingParams(**read_options(args, [*TEXTS, *SAMPLING]))
         format_of(args.input)
         lines = lines_of(args.output)
         columns = [] if args.template is None else check_template(args.template)

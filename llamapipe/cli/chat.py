@@ -31,9 +31,9 @@ from llamapipe.cli.options import (
     add_model,
     add_options,
     defaults_of,
-    given,
     open_engine,
     open_model,
+    read_options,
     template_problem,
 )
 from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, usage_errors, utf8
@@ -81,7 +81,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    options = given(args, SAMPLING)
+    options = read_options(args, SAMPLING)
     options.setdefault("max_tokens", None)
     with usage_errors():
         params = lp.SamplingParams(**options)
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("the message is empty")
     if message is None and sys.stdin is None:
         raise UsageError("there is no standard input to read messages from; pass one as an argument")
-    engine_options = {"n_seq_max": 1, **given(args, ENGINE)}
-    with open_model(args.model, {"chat_template": args.chat_template, **given(args, MODEL)}) as model:
+    engine_options = {"n_seq_max": 1, **read_options(args, ENGINE)}
+    with open_model(args.model, {"chat_template": args.chat_template, **read_options(args, MODEL)}) as model:
         if (problem := template_problem(model, args.chat_template)) is not None:
             raise lp.errors.InvalidRequestError(
                 f"{problem}; give one with --chat-template FILE, or use llamapipe generate"

@@ -99,12 +99,12 @@ def run(args: argparse.Namespace) -> int:
                 f"Streams are slowed to {pace:g} tokens per second for reading; measurements are not."
             )
         demo = _Demo(terminal, engine, pace)
-        demo.one()
-        undisturbed = asyncio.run(demo.three())
-        asyncio.run(demo.three_less_one(undisturbed))
-        demo.burst()
+        demo.stream_one()
+        undisturbed = asyncio.run(demo.stream_three())
+        asyncio.run(demo.cancel_one_of_three(undisturbed))
+        demo.run_burst()
         engine.close()  # its threads must not compete with the measured ones
-        demo.table(model, args.runs)
+        demo.show_table(model, args.runs)
     return 0
 
 
@@ -116,7 +116,7 @@ class _Demo:
         self._engine = engine
         self._pace = pace
 
-    def one(self) -> None:
+    def stream_one(self) -> None:
         """Stream one request."""
         self._heading("1", "one request", "for delta in engine.stream(prompt, params): ...")
         with Board(self._terminal, [THREE[0].title], n_lines=5) as board:
@@ -132,12 +132,12 @@ class _Demo:
                         time.sleep(len(delta.token_ids) / self._pace)
             board.end(0, self._ended(n_tokens))
 
-    async def three(self) -> list[str]:
+    async def stream_three(self) -> list[str]:
         """Run three requests at once, side by side; return their texts."""
         self._heading("2", "three at once", "async for delta in engine.astream(prompt, params): ...")
         return await self._side_by_side(cancelled=None)
 
-    async def three_less_one(self, undisturbed: list[str]) -> None:
+    async def cancel_one_of_three(self, undisturbed: list[str]) -> None:
         """Run the same three requests and cancel one midway; ``undisturbed`` holds the uncancelled texts."""
         self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
@@ -145,7 +145,7 @@ class _Demo:
         if same:
             self._terminal.line(f"  {self._tick()} the other two texts are exactly the same as before")
 
-    def burst(self) -> None:
+    def run_burst(self) -> None:
         """Run many requests in one call."""
         self._heading("4", f"a burst of {len(BURST)}", "engine.generate(list_of_prompts, params)")
         before = self._engine.stats()
@@ -162,7 +162,7 @@ class _Demo:
             f"  {self._tick()} {n_tokens} tokens in {seconds:.2f} s and {steps} steps of the model"
         )
 
-    def table(self, model: lp.Model, n_runs: int) -> None:
+    def show_table(self, model: lp.Model, n_runs: int) -> None:
         """Compare requests one by one with concurrent requests."""
         self._heading("5", "one by one, or concurrently", "")
         params = replace(_GREEDY, max_tokens=_N_TOKENS, ignore_eos=True)

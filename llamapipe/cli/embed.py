@@ -16,8 +16,8 @@ from llamapipe.cli.options import (
     add_model,
     add_options,
     defaults_of,
-    given,
     open_model,
+    read_options,
 )
 from llamapipe.cli.parser import UsageError, read_texts, usage_errors
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix != ".npy":
         raise UsageError(f"-o {args.output}: the name must end with .npy")
     terminal = Terminal(sys.stdout)
-    with open_model(args.model, given(args, MODEL)) as model, _embedder(model, args) as embedder:
+    with open_model(args.model, read_options(args, MODEL)) as model, _embedder(model, args) as embedder:
         if args.rerank is not None:
             for ranked in embedder.rerank(args.rerank, texts, truncate=args.truncate):
                 terminal.line(f"{ranked.score:10.4f}  {_short(terminal, texts[ranked.index])}")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedder(model: lp.Model, args: argparse.Namespace) -> lp.Embedder:
-    options = given(args, EMBEDDER)
+    options = read_options(args, EMBEDDER)
     if options.get("n_ctx") == 0:
         options["n_ctx"] = model.n_ctx_train
     with usage_errors():

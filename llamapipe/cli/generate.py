@@ -28,10 +28,10 @@ from llamapipe.cli.options import (
     add_model,
     add_options,
     defaults_of,
-    given,
     load_adapters,
     open_engine,
     open_model,
+    read_options,
 )
 from llamapipe.cli.parser import UsageError, read_texts, usage_errors
 from llamapipe.jobs.answers import logprob_records
@@ -89,15 +89,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     prompts = read_texts(args.prompts, args.file, args.lines)
     with usage_errors():
-        params = lp.SamplingParams(**given(args, [*TEXTS, *SAMPLING]))
+        params = lp.SamplingParams(**read_options(args, [*TEXTS, *SAMPLING]))
     if params.logprobs is not None and not args.json:
         raise UsageError("--logprobs needs --json")
     start = time.perf_counter()
     with (
-        open_model(args.model, {**({"mmproj": True} if args.image else {}), **given(args, MODEL)}) as model,
+        open_model(
+            args.model, {**({"mmproj": True} if args.image else {}), **read_options(args, MODEL)}
+        ) as model,
         # More slots than prompts would only cost memory.
         open_engine(
-            model, {"n_seq_max": min(_N_SLOTS, len(prompts) * params.n), **given(args, ENGINE)}
+            model, {"n_seq_max": min(_N_SLOTS, len(prompts) * params.n), **read_options(args, ENGINE)}
         ) as engine,
     ):
         if adapters := load_adapters(model, args):

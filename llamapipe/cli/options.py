@@ -320,7 +320,7 @@ def defaults_of(call: Callable[..., Any]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(call).parameters.items()}
 
 
-def given(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
+def read_options(args: argparse.Namespace, options: list[Option]) -> dict[str, Any]:
     """Return the options that were given, as keyword arguments."""
     values: dict[str, Any] = {}
     if options is MODEL and getattr(args, "draft", None) in MTP_CHOICES:
@@ -432,8 +432,8 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 def opened_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
     """Open the model and the engine of a command. ``defaults``: values for engine options that were not given."""
     with (
-        open_model(args.model, given(args, MODEL)) as model,
-        open_engine(model, {**defaults, **given(args, ENGINE)}) as engine,
+        open_model(args.model, read_options(args, MODEL)) as model,
+        open_engine(model, {**defaults, **read_options(args, ENGINE)}) as engine,
     ):
         yield engine
 

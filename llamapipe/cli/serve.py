@@ -35,11 +35,11 @@ from llamapipe.cli.options import (
     byte_count,
     defaults_of,
     for_commands,
-    given,
     load_adapters,
     model_path,
     open_engine,
     open_model,
+    read_options,
     template_problem,
     text_or_file,
 )
@@ -341,18 +341,18 @@ def _served(
     model_options = {
         "chat_template": args.chat_template,
         "tool_calls": args.tool_calls,
-        **given(args, MODEL),
+        **read_options(args, MODEL),
         **placement,
     }
     max_queue = _MAX_QUEUE if args.max_queue is None else args.max_queue
-    engine_options = {"max_queue": max_queue, **(more or {}), **given(args, ENGINE)}
+    engine_options = {"max_queue": max_queue, **(more or {}), **read_options(args, ENGINE)}
     served = None if args.worker is None else args.worker.served
     report = None if args.worker is None else _Report(args.worker)
     engine = embedder = None
     with ExitStack() as stack:
         file = args.model
         if served is not None and served.embeds:
-            file, model_options = args.embeddings, {**given(args, MODEL), **placement}
+            file, model_options = args.embeddings, {**read_options(args, MODEL), **placement}
         embeds = served is not None and served.embeds
 
         def load() -> lp.Model:
@@ -390,7 +390,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     from llamapipe.fleet.supervisor import Supervisor, WorkerFailedError
 
     with usage_errors("--workers: "):
-        where = placements(args.workers or None, use_gpus=given(args, MODEL).get("n_gpu_layers") != 0)
+        where = placements(args.workers or None, use_gpus=read_options(args, MODEL).get("n_gpu_layers") != 0)
     given_path = lp.demo_model_path() if args.model is None else args.model
     path, name = model_of(given_path) or (given_path, shown_name(given_path))
 
@@ -461,7 +461,7 @@ def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
 
     There are none if the operator gave another folder, or no memory for cached prefixes.
     """
-    served, options = args.worker.served, given(args, ENGINE)
+    served, options = args.worker.served, read_options(args, ENGINE)
     n_bytes = options.get("cache_bytes")
     if served is None or served.cache_dir is None or "cache_dir" in options or n_bytes == 0:
         return {}
@@ -516,7 +516,7 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
         )
     budget = args.memory or (None if free is None else int(free * _OF_FREE_MEMORY))
     gpu_budget = int(free_gpu_memory() * _OF_FREE_MEMORY) or None
-    common = given(args, [*ENGINE, *MODEL])
+    common = read_options(args, [*ENGINE, *MODEL])
 
     def again() -> list[ModelEntry]:
         try:
@@ -617,9 +617,9 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "api_keys": () if is_model else _keys(args.api_key_file),
         "ollama": args.ollama is not None,
     }
-    if sampling := given(args, sampling_defaults()):
+    if sampling := read_options(args, sampling_defaults()):
         values["sampling"] = sampling
-    values |= given(args, for_commands(*SERVER, *ACCESS, *LIMITS))
+    values |= read_options(args, for_commands(*SERVER, *ACCESS, *LIMITS))
     if args.worker is not None:
         values.pop("mcp", None)  # the servers are those of the process that started this one
     if "system" in values:  # also that of a models' file, which no parser has read

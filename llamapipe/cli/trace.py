@@ -23,9 +23,9 @@ from llamapipe.cli.options import (
     add_options,
     defaults_of,
     for_commands,
-    given,
     open_engine,
     open_model,
+    read_options,
 )
 from llamapipe.cli.parser import UsageError
 from llamapipe.lowlevel import Span, StepOutput, Trace
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     for path in outputs:
         if path.suffix not in (".json", ".svg"):
             raise UsageError(f"{path} is neither .json (for Perfetto) nor .svg (a picture)")
-    with open_model(args.model, given(args, MODEL)) as model:
+    with open_model(args.model, read_options(args, MODEL)) as model:
         trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
         spans = trace.spans()
         last = max((span.step for span in spans), default=0)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     params = lp.SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
     prompts = [f"{_PROMPT} {name}" for name in islice(cycle(_ANIMALS), args.requests)]
-    options = given(args, [*ENGINE, *_DEPTH])
+    options = read_options(args, [*ENGINE, *_DEPTH])
     options.setdefault("n_seq_max", min(args.requests, 64))
     with open_engine(model, options) as engine:
         _stream(engine, prompts, params)  # warm up, so that the picture shows no start-up
@@ -121,7 +121,7 @@ def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
 def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     n, n_steps = args.rows, args.steps + 6
     options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n}
-    options |= {k: v for k, v in given(args, ENGINE).items() if k.startswith("n_threads")}
+    options |= {k: v for k, v in read_options(args, ENGINE).items() if k.startswith("n_threads")}
     tokens = (7 * np.arange(n) + 3) % model.n_vocab
     with lp.Pipeline(model, **options) as pipe:
         waiting = []

@@ -10,7 +10,15 @@ from typing import Any
 import llamapipe as lp
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.bench import BUSY_CORES, Load, LoadRunner, Speed, busy_note
-from llamapipe.cli.options import MODEL, add_model, add_options, defaults_of, given, open_engine, open_model
+from llamapipe.cli.options import (
+    MODEL,
+    add_model,
+    add_options,
+    defaults_of,
+    open_engine,
+    open_model,
+    read_options,
+)
 from llamapipe.cli.parser import UsageError
 from llamapipe.host.cores import usable_cores
 
@@ -57,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if (note := busy_note()) is not None:
         Terminal(sys.stderr).line(f"llamapipe: {note}")
-    with open_model(args.model, given(args, MODEL)) as model:
+    with open_model(args.model, read_options(args, MODEL)) as model:
         tuning = _Tuning(model, args.n_ctx or model.n_ctx_train, args.prompt_tokens, args.max_tokens)
         n_cores = usable_cores()
         counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, 128, n_cores) if n <= n_cores})

@@ -23,10 +23,10 @@ from llamapipe.cli.options import (
     add_adapters,
     add_engine_options,
     add_model,
-    given,
     load_adapters,
     open_engine,
     open_model,
+    read_options,
 )
 from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.gguf.reader import fingerprint
@@ -115,10 +115,10 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
     folder = (args.tokenizer_dir or default_folder(file, args.chat_template)).absolute()
 
     def opened(undo: ExitStack) -> lp.Engine:
-        options = {"chat_template": args.chat_template, **given(args, MODEL)}
+        options = {"chat_template": args.chat_template, **read_options(args, MODEL)}
         model = undo.enter_context(open_model(file, options, show_progress=False))
         load_adapters(model, args)
-        return undo.enter_context(open_engine(model, given(args, ENGINE)))
+        return undo.enter_context(open_engine(model, read_options(args, ENGINE)))
 
     registration = {
         "namespace": namespace,

@@ -83,7 +83,7 @@ def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n
     own, model = (
         _Sizes(metadata, arch) for metadata, arch in ((draft.metadata, ASSISTANT), (target, "gemma4"))
     )
-    width, n_drafting = own.one("embedding_length_out"), own.one("nextn_predict_layers")
+    width, n_drafting = own.size("embedding_length_out"), own.size("nextn_predict_layers")
     if width is None:
         return f"it does not say how wide its model's hidden states are ({ASSISTANT}.embedding_length_out)"
     if width != n_embd:
@@ -94,23 +94,23 @@ def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n
         return f"{n_drafting} of its {draft.n_layer} layers draft ({key}), and all of them must"
     if draft.n_vocab != n_vocab:
         return f"its vocabulary has {draft.n_vocab} tokens, this model's {n_vocab}"
-    windows, n_layer = own.windows(draft.n_layer), model.one("block_count") or 0
+    windows, n_layer = own.windows(draft.n_layer), model.size("block_count") or 0
     if windows is None or len(set(windows)) < 2:
         pattern = f"{ASSISTANT}.attention.sliding_window_pattern"
         return f"some of its layers must have a sliding window, and some must not ({pattern})"
     if (model.windows(n_layer) or [])[-2:] != [True, False]:
         return "the last but one of this model's layers must have a sliding window, and the last one must not"
-    if own.one("attention.sliding_window") != model.one("attention.sliding_window"):
+    if own.size("attention.sliding_window") != model.size("attention.sliding_window"):
         return (
-            f"its sliding window has {own.one('attention.sliding_window')} tokens, this model's "
-            f"{model.one('attention.sliding_window')}"
+            f"its sliding window has {own.size('attention.sliding_window')} tokens, this model's "
+            f"{model.size('attention.sliding_window')}"
         )
     for i, window in enumerate(windows):
         read = n_layer - (2 if window else 1)
         for name in ("key", "value"):
             key = f"attention.{name}_length{'_swa' if window else ''}"
-            if own.one(key) != model.one(key):
-                return f"its {name}s have {own.one(key)} numbers ({ASSISTANT}.{key}), this model's {model.one(key)}"
+            if own.size(key) != model.size(key):
+                return f"its {name}s have {own.size(key)} numbers ({ASSISTANT}.{key}), this model's {model.size(key)}"
         heads, cells = own.heads_kv(i), model.heads_kv(read)
         if heads != cells or not heads:
             return f"its layer {i} reads {heads} heads of keys, and this model's layer {read} has {cells}"
@@ -123,7 +123,7 @@ class _Sizes:
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata, self._architecture = metadata, architecture
 
-    def one(self, key: str) -> int | None:
+    def size(self, key: str) -> int | None:
         """Return a number; None if there is none."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -38,16 +38,16 @@ class Rope:
     yarn_beta_slow: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self.given().items():
+        for name, value in self.options().items():
             check_option(BY_NAME[name], value)
 
-    def given(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, model: Model) -> None:
         """Raise ValueError for options that would do nothing with this model."""
-        options = self.given()
+        options = self.options()
         if not options:
             return
         if not model.rotates:
@@ -97,7 +97,7 @@ class Rope:
 
     def apply(self, params: Any) -> None:
         """Set the fields of llama.cpp's ``llama_context_params``."""
-        for name, value in self.given().items():
+        for name, value in self.options().items():
             if name == "rope_scaling":
                 params.rope_scaling_type = SCALINGS[value]
             else:
@@ -110,7 +110,7 @@ class Rope:
         this number (``get_rope_factors``).
         """
         is_long = _LONG in model.tensors and n_ctx > self._n_unscaled(model)
-        if not self.given() and not is_long:
+        if not self.options() and not is_long:
             return model.fingerprint
         differs = repr((astuple(self), is_long)).encode()
         return hashlib.sha256(model.fingerprint + differs).digest()[:16]

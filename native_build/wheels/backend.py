@@ -85,10 +85,10 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: llamapipe\nRoot-Is-Purelib: false\nTag:
 def project_version() -> str:
     """The version of llamapipe, read from its source without importing it."""
     text = (PROJECT / "llamapipe" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    if found is None:
+    match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    if match is None:
         raise BuildError("llamapipe/__init__.py has no __version__", "git checkout -- llamapipe/__init__.py")
-    return found[1]
+    return match[1]
 
 
 def build_backend_wheel(options: BuildOptions, folder: Path, say: Callable[[str], None]) -> Path:
@@ -157,15 +157,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cuda-architectures", default="", metavar="LIST")
     parser.add_argument("--source", type=Path, metavar="DIR")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
         options = BuildOptions(
-            backends=(given.backend,),
+            backends=(args.backend,),
             all_variants=True,
-            source=given.source,
-            cuda_architectures=given.cuda_architectures,
+            source=args.source,
+            cuda_architectures=args.cuda_architectures,
         )
-        print(build_backend_wheel(options, given.folder, say))
+        print(build_backend_wheel(options, args.folder, say))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -20,22 +20,22 @@ def differences(first: Path, second: Path) -> list[str]:
     if first.read_bytes() == second.read_bytes():
         return []
     a, b = _members(first), _members(second)
-    found = [f"{first.name}: only one has {name}" for name in sorted(a.keys() ^ b.keys())]
+    lines = [f"{first.name}: only one has {name}" for name in sorted(a.keys() ^ b.keys())]
     for name in sorted(a.keys() & b.keys()):
         if a[name][0] != b[name][0]:
-            found.append(f"{first.name}: {name} has other contents")
+            lines.append(f"{first.name}: {name} has other contents")
         elif a[name][1] != b[name][1]:
-            found.append(f"{first.name}: {name} has mode {a[name][1]:o} or {b[name][1]:o}")
-    return found or [f"{first.name}: only dates, order or compression differ"]
+            lines.append(f"{first.name}: {name} has mode {a[name][1]:o} or {b[name][1]:o}")
+    return lines or [f"{first.name}: only dates, order or compression differ"]
 
 
 def compare(first: Path, second: Path) -> list[str]:
     """What differs between two folders of archives."""
     names = {path.name for path in first.iterdir()}, {path.name for path in second.iterdir()}
-    found = [f"only one build has {name}" for name in sorted(names[0] ^ names[1])]
+    lines = [f"only one build has {name}" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
-        found += differences(first / name, second / name)
-    return found
+        lines += differences(first / name, second / name)
+    return lines
 
 
 def _members(path: Path) -> dict[str, _Member]:
@@ -60,14 +60,14 @@ def _digest(data: bytes) -> str:
 def main() -> int:
     """Compare two folders; status 1 if they differ or hold nothing."""
     first, second = map(Path, sys.argv[1:3])
-    found = compare(first, second)
-    for line in found:
+    lines = compare(first, second)
+    for line in lines:
         print(line)
     names = sorted(path.name for path in first.iterdir())
-    if not found:
+    if not lines:
         for name in names:
             print(f"equal: {name}")
-    return int(bool(found) or not names)
+    return int(bool(lines) or not names)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,10 @@ def run_on(
     with tempfile.TemporaryDirectory() as name:
         if hidden:
             ask = "import llamapipe, sys; sys.stdout.write(llamapipe.__path__[0])"
-            found = subprocess.run(
+            process = subprocess.run(
                 [python, "-c", ask], capture_output=True, text=True, check=True, cwd=name, env=environment
             )
-            shutil.copytree(found.stdout, Path(name) / "llamapipe")
+            shutil.copytree(process.stdout, Path(name) / "llamapipe")
             for module in hidden:
                 (Path(name) / "llamapipe" / "native" / "lib" / f"libggml-cpu-{module}.so").unlink()
             environment["PYTHONPATH"] = name
@@ -85,7 +85,7 @@ def main() -> int:
             continue
         first = first or values
         apart = [
-            sum(abs(one - other) for one, other in zip(*pair, strict=True)) / len(pair[0])
+            sum(abs(value - other) for value, other in zip(*pair, strict=True)) / len(pair[0])
             for pair in zip(first, values, strict=True)
         ]
         is_right = modules == [module] and all(distance <= _MOST for distance in apart)

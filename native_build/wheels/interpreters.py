@@ -36,7 +36,7 @@ class Interpreter:
 def find_interpreters(folders: Iterable[str] | None = None) -> list[Interpreter]:
     """The newest CPython of each minor version in ``folders`` (those of PATH by default), oldest version first."""
     folders = os.environ.get("PATH", "").split(os.pathsep) if folders is None else folders
-    found: dict[str, Interpreter] = {}
+    newest: dict[str, Interpreter] = {}
     for folder in folders:
         try:
             paths = sorted(path for path in Path(folder or ".").iterdir() if _NAME.match(path.name))
@@ -46,10 +46,12 @@ def find_interpreters(folders: Iterable[str] | None = None) -> list[Interpreter]
             interpreter = ask(str(path))
             if interpreter is None or interpreter.version[:2] < MIN_VERSION:
                 continue
-            other = found.get(interpreter.name)
+            other = newest.get(interpreter.name)
             if other is None or other.version < interpreter.version:
-                found[interpreter.name] = interpreter
-    return sorted(found.values(), key=lambda one: (one.version[:2], one.free_threaded))
+                newest[interpreter.name] = interpreter
+    return sorted(
+        newest.values(), key=lambda interpreter: (interpreter.version[:2], interpreter.free_threaded)
+    )
 
 
 def ask(path: str) -> Interpreter | None:
@@ -65,5 +67,5 @@ def ask(path: str) -> Interpreter | None:
 
 
 if __name__ == "__main__":
-    for found in find_interpreters():
-        sys.stdout.write(f"{found.name}\t{found.path}\n")
+    for interpreter in find_interpreters():
+        sys.stdout.write(f"{interpreter.name}\t{interpreter.path}\n")

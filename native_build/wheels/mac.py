@@ -77,9 +77,9 @@ def main() -> int:
     """Check; status 1 if something is wrong."""
     failed = False
     for wheel in map(Path, sys.argv[1:]):
-        found = list(problems(wheel))
-        print("\n".join(found) or f"{wheel.name}: complete, and for the system that its name says")
-        failed |= bool(found)
+        lines = list(problems(wheel))
+        print("\n".join(lines) or f"{wheel.name}: complete, and for the system that its name says")
+        failed |= bool(lines)
     return int(failed)
 
 

@@ -43,36 +43,36 @@ def make(
     targets: Sequence[str] = (HERE,),
 ) -> list[Path]:
     """Build everything; the paths of the files. Raises BuildError."""
-    made = []
+    paths = []
     with tempfile.TemporaryDirectory(prefix="llamapipe-make-") as name:
         scratch = Path(name)
         source = PROJECT
         if sdist:
             _build(sys.executable, PROJECT, scratch / "sdist", "--sdist")
             archive = next((scratch / "sdist").glob("*.tar.gz"))
-            made.append(_place(archive, folder))
+            paths.append(_place(archive, folder))
             _run(["tar", "-xzf", str(archive), "-C", str(scratch)], "unpacking the source archive")
             source = scratch / archive.name.removesuffix(".tar.gz")
         if HERE in targets:
-            made.append(_wheel(sys.executable, source, scratch / "stable", folder))
+            paths.append(_wheel(sys.executable, source, scratch / "stable", folder))
             for interpreter in filter(_needs_its_own, find_interpreters()):
                 say(f"the wheel for Python {interpreter.name}")
                 python = _environment(interpreter, scratch / interpreter.name)
-                made.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
+                paths.append(_wheel(python, source, scratch / f"wheel-{interpreter.name}", folder))
         for target in (name for name in targets if name != HERE):
             say(f"the wheel for {target}")
-            made.append(_wheel(sys.executable, source, scratch / target, folder, target))
+            paths.append(_wheel(sys.executable, source, scratch / target, folder, target))
         for backend in options.accelerators:
-            one = BuildOptions(
+            backend_options = BuildOptions(
                 backends=(backend,), all_variants=True, cuda_architectures=options.cuda_architectures
             )
-            made.append(repair(build_backend_wheel(one, scratch / backend, say), folder))
-    return made
+            paths.append(repair(build_backend_wheel(backend_options, scratch / backend, say), folder))
+    return paths
 
 
 def buildable(tell: Callable[[str], None]) -> list[str]:
     """Those targets whose compilers and headers are installed, after this machine; ``tell`` gets what others lack."""
-    found = [HERE]
+    targets = [HERE]
     for target in TARGETS:
         options = BuildOptions(target=target)
         if (options.system, options.machine) == (BuildOptions().system, BuildOptions().machine):
@@ -83,8 +83,8 @@ def buildable(tell: Callable[[str], None]) -> list[str]:
         except BuildError as error:
             tell(f"no wheel for {target}: {error}")
         else:
-            found.append(target)
-    return found
+            targets.append(target)
+    return targets
 
 
 def _needs_its_own(interpreter: Interpreter) -> bool:
@@ -139,18 +139,18 @@ def main() -> int:
     parser.add_argument(
         "--target", action="append", metavar="SYSTEM", help=f"{HERE}, all, or such as {', '.join(TARGETS)}"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        targets = given.target or [HERE]
+        targets = args.target or [HERE]
         targets = buildable(say) if "all" in targets else targets
         for target in targets:
             BuildOptions(target="" if target == HERE else target)  # refused before anything is built
         options = BuildOptions(
-            backends=tuple(given.backend),
+            backends=tuple(args.backend),
             all_variants=True,
-            cuda_architectures=given.cuda_architectures,
+            cuda_architectures=args.cuda_architectures,
         )
-        for path in make(given.folder.resolve(), options, given.sdist, targets):
+        for path in make(args.folder.resolve(), options, args.sdist, targets):
             print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
     except BuildError as error:
         print(error, file=sys.stderr)

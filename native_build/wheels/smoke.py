@@ -49,10 +49,10 @@ def check_doctor(devices: Sequence[str]) -> None:
     report = json.loads(run("doctor", "--json", statuses=(0, 1)))
     if wrong := [finding for finding in report["findings"] if not finding["ok"]]:
         raise SmokeError(f"doctor finds problems: {json.dumps(wrong, indent=1)}")
-    found = {str(device["backend"]).lower() for device in report["devices"]}
-    if missing := set(devices) - found:
+    backends = {str(device["backend"]).lower() for device in report["devices"]}
+    if missing := set(devices) - backends:
         raise SmokeError(
-            f"no device for {', '.join(sorted(missing))}, only for {', '.join(sorted(found))}; "
+            f"no device for {', '.join(sorted(missing))}, only for {', '.join(sorted(backends))}; "
             "on Debian, ci/setup_vulkan_debian.sh and GGML_VK_VISIBLE_DEVICES=0 set up a software device for Vulkan"
         )
 
@@ -127,8 +127,8 @@ def _ask_to_end(server: subprocess.Popen[bytes]) -> bool:
 def _url(lines: queue.SimpleQueue[str | None]) -> str:
     """The address that a server prints when it answers."""
     while (line := lines.get(timeout=PATIENCE_S)) is not None:
-        if found := re.search(r"http://\S+:\d+", line):
-            return found[0]
+        if match := re.search(r"http://\S+:\d+", line):
+            return match[0]
     raise SmokeError("llamapipe serve ended before it answered")
 
 
@@ -155,11 +155,11 @@ def main() -> int:
     parser.add_argument(
         "--device", action="append", default=[], metavar="NAME", help="a backend, in lower case"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["PYTHONUTF8"] = "1"
     try:
-        check_doctor(given.device)
-        if not given.brief:
+        check_doctor(args.device)
+        if not args.brief:
             run("demo")
         text = text_of_four()
         if missing := [name for name in SERVER if find_spec(name) is None]:

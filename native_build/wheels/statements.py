@@ -135,18 +135,18 @@ def _llama_cpp(pin: Pin, licences: LicenseFactory) -> Component:
 
 
 def _vendored(source: Path, licences: LicenseFactory) -> Iterator[Component]:
-    for one in _VENDORED:
-        path = source / one.path
+    for library in _VENDORED:
+        path = source / library.path
         if not path.is_file():  # another llama.cpp
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
-        found = re.search(one.version, text) if one.version else None
+        match = re.search(library.version, text) if library.version else None
         yield Component(
-            name=one.name,
-            version=".".join(found.groups()) if found else None,
+            name=library.name,
+            version=".".join(match.groups()) if match else None,
             type=ComponentType.LIBRARY,
-            bom_ref=f"{_LLAMA_CPP}/{one.path}",
-            licenses=[licences.make_from_string(one.licence)],
+            bom_ref=f"{_LLAMA_CPP}/{library.path}",
+            licenses=[licences.make_from_string(library.licence)],
         )
 
 
@@ -252,13 +252,13 @@ def notes(changelog: str, number: str) -> str:
     Raises BuildError if neither is there.
     """
     for heading in (number, "Unreleased"):
-        found = re.search(
+        match = re.search(
             rf"^## \[{re.escape(heading)}\].*?\n(.*?)(?=^## |^\[[^\]]+\]: |\Z)",
             changelog,
             re.MULTILINE | re.DOTALL,
         )
-        if found and found[1].strip():
-            return f"# llamapipe {number}\n\n{found[1].strip()}\n"
+        if match and match[1].strip():
+            return f"# llamapipe {number}\n\n{match[1].strip()}\n"
     raise BuildError(
         f"CHANGELOG.md has no section [{number}], and none of what is unreleased",
         "write it: this becomes the release's notes",
@@ -280,14 +280,14 @@ def write(
         tell("the clone has changes that are not committed, so the provenance names no commit")
         commit = ""
     changelog = (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
-    made = [
+    paths = [
         _written(folder / f"{stem}.cdx.json", sbom(folder, pin, find_source(None, tell).path)),
         _written(folder / f"{stem}-notes.md", notes(changelog, project_version())),
     ]
     if site is not None:
-        made.append(write_zip(site, folder / f"{stem}-docs.zip"))
-    statement = provenance([*archives(folder), *made], pin, arguments, commit)
-    return [*made, _written(folder / f"{stem}.provenance.json", statement)]
+        paths.append(write_zip(site, folder / f"{stem}-docs.zip"))
+    statement = provenance([*archives(folder), *paths], pin, arguments, commit)
+    return [*paths, _written(folder / f"{stem}.provenance.json", statement)]
 
 
 def _written(path: Path, text: str) -> Path:
@@ -304,9 +304,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--site", type=Path, help="the folder of the documentation's pages")
-    given, arguments = parser.parse_known_args()
+    args, arguments = parser.parse_known_args()
     try:
-        for path in write(given.folder.resolve(), given.site, arguments, say):
+        for path in write(args.folder.resolve(), args.site, arguments, say):
             print(path.name)
     except BuildError as error:
         print(error, file=sys.stderr)

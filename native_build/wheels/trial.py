@@ -70,15 +70,17 @@ def main() -> int:
     parser.add_argument(
         "--extra", default="", help="of the first wheel, where there is a GIL, such as server"
     )
-    given = parser.parse_args()
-    wheels = [path.resolve() for path in given.wheels]
+    args = parser.parse_args()
+    wheels = [path.resolve() for path in args.wheels]
     backends = [
-        found[1] for path in wheels if (found := re.match(r"llamapipe_(\w+?)-", path.name)) is not None
+        match[1] for path in wheels if (match := re.match(r"llamapipe_(\w+?)-", path.name)) is not None
     ]
-    named = [ask(path) for path in given.interpreter or ()]
-    candidates = find_interpreters() if given.interpreter is None else [found for found in named if found]
-    interpreters = [found for found in candidates if all(fits(wheel, found) for wheel in wheels)]
-    if given.newest:
+    named = [ask(path) for path in args.interpreter or ()]
+    candidates = find_interpreters() if args.interpreter is None else [*filter(None, named)]
+    interpreters = [
+        interpreter for interpreter in candidates if all(fits(wheel, interpreter) for wheel in wheels)
+    ]
+    if args.newest:
         del interpreters[:-1]
     texts: dict[str, str] = {}
     failed = not interpreters
@@ -86,7 +88,7 @@ def main() -> int:
         start = time.monotonic()
         try:
             # Not every package of an extra has a wheel for Pythons without the GIL.
-            extra = "" if interpreter.free_threaded else given.extra
+            extra = "" if interpreter.free_threaded else args.extra
             *_, text, _ = lines = try_wheels(wheels, interpreter, backends, extra)
             texts[interpreter.name], result = text, ", ".join(lines)
         except TrialError as error:

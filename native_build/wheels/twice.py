@@ -47,12 +47,12 @@ def main() -> int:
     os.umask(0o077)
     subprocess.run([*make, str(second), "--sdist", *options], check=True, env=environment, cwd=source)
 
-    found = compare(first, second)
-    for line in found:
+    lines = compare(first, second)
+    for line in lines:
         print(line)
     for path in sorted(first.iterdir()):
-        print(f"{'differs' if any(path.name in line for line in found) else 'equal'}: {path.name}")
-    return int(bool(found))
+        print(f"{'differs' if any(path.name in line for line in lines) else 'equal'}: {path.name}")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

@@ -86,9 +86,9 @@ def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
     except OSError:
-        for one in (source, sink):
+        for end in (source, sink):
             try:
-                one.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
 
@@ -122,7 +122,7 @@ class _Kept(io.BytesIO):
 
 def _exchanges(sent: bytes, got: bytes) -> list[Exchange]:
     requests, answers = io.BytesIO(sent), _Answers(got)
-    found = []
+    exchanges = []
     while line := requests.readline():
         method, _, rest = line.decode("latin-1").strip().partition(" ")
         if not rest:
@@ -137,8 +137,8 @@ def _exchanges(sent: bytes, got: bytes) -> list[Exchange]:
             status, text = answer.status, answer.read()
         except Exception as error:
             text = text or f"({type(error).__name__}: {error})".encode()
-        found.append(Exchange(method, rest.partition(" ")[0], headers, body, status, text))
-    return found
+        exchanges.append(Exchange(method, rest.partition(" ")[0], headers, body, status, text))
+    return exchanges
 
 
 def _chunks(file: io.BytesIO) -> bytes:

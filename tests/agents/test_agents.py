@@ -186,16 +186,17 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path, limit_s: fl
 
 def _refusals(exchanges: list[Exchange]) -> str:
     """The first refusal that a client got, in a line."""
-    for one in exchanges:
-        if one.status >= 400:
-            return f"{one.method} {one.path} {one.status}: {one.answer[:200].decode('utf-8', 'replace')}"
+    for exchange in exchanges:
+        if exchange.status >= 400:
+            answer = exchange.answer[:200].decode("utf-8", "replace")
+            return f"{exchange.method} {exchange.path} {exchange.status}: {answer}"
     return f"{len(exchanges)} requests, none refused"
 
 
 def _shown(exchanges: list[Exchange]) -> str:
     """All requests with what was sent and answered, cut where it is long."""
     lines = []
-    for one in exchanges:
-        lines += ["", f"{one.method} {one.path} -> {one.status}", json.dumps(one.headers)]
-        lines += [text[:4000].decode("utf-8", "replace") for text in (one.body, one.answer)]
+    for exchange in exchanges:
+        lines += ["", f"{exchange.method} {exchange.path} -> {exchange.status}", json.dumps(exchange.headers)]
+        lines += [text[:4000].decode("utf-8", "replace") for text in (exchange.body, exchange.answer)]
     return "\n".join(lines)

@@ -287,9 +287,9 @@ def test_a_result_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         store.publish({"a": ROOT / "LICENSE", "b": tmp_path / "missing"}, {}, target)
     assert list(tmp_path.iterdir()) == []
     store.publish({"a": ROOT / "LICENSE"}, {"fact": 1}, target)
-    found = store.lookup(target)
-    assert found is not None
-    assert found["fact"] == 1
+    facts = store.lookup(target)
+    assert facts is not None
+    assert facts["fact"] == 1
 
 
 # ---- the source
@@ -317,11 +317,11 @@ def test_a_pin_without_a_hash_is_refused(text: str, tmp_path: Path) -> None:
 def test_sources_are_taken_in_the_documented_order(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, from_environment = make_tree(tmp_path / "given"), make_tree(tmp_path / "environment")
+    directory, from_environment = make_tree(tmp_path / "given"), make_tree(tmp_path / "environment")
     checkout = make_tree(tmp_path / "checkout")
     monkeypatch.setenv("LLAMAPIPE_LLAMA_CPP_DIR", str(from_environment))
     monkeypatch.setattr(sources, "CHECKOUT", checkout)
-    assert sources.find_source(given, print).path == given
+    assert sources.find_source(directory, print).path == directory
     assert sources.find_source(None, print).path == from_environment
     monkeypatch.delenv("LLAMAPIPE_LLAMA_CPP_DIR")
     assert sources.find_source(None, print).path == checkout
@@ -405,9 +405,9 @@ class TestPinnedArchive:
         source = sources.find_source(None, said.append)
         assert source.commit == self.commit(self.pinned(archive))
         assert source.pinned
-        found = {str(path.relative_to(source.path)) for path in source.path.rglob("*") if path.is_file()}
+        files = {str(path.relative_to(source.path)) for path in source.path.rglob("*") if path.is_file()}
         expected = make_tree(tmp_path / "expected")
-        assert found == {str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file()}
+        assert files == {str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file()}
         assert len(said) == 1
         archive.unlink()
         assert sources.find_source(None, said.append) == source
@@ -647,7 +647,7 @@ def test_zero_jobs(run: Callable[..., str]) -> None:
 
 
 def test_settings_of_a_package_build() -> None:
-    given = {
+    settings = {
         "backend": "vulkan, cpu",
         "all-variants": "on",
         "openmp": "on",
@@ -657,7 +657,7 @@ def test_settings_of_a_package_build() -> None:
         "media": "off",
         "testing": "on",
     }
-    options = with_settings(BuildOptions(), given)
+    options = with_settings(BuildOptions(), settings)
     expected = BuildOptions(
         ("cpu", "vulkan"),
         all_variants=True,

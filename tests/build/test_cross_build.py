@@ -181,9 +181,9 @@ def test_no_cross_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         BuildError, match=rf"no C\+\+ compiler for {TARGET} was found \(looked for {TARGET}-g\+\+\)"
-    ) as found:
+    ) as caught:
         toolchain.find_compilers(TARGET)
-    assert "ci/setup_arm64_debian.sh" in found.value.fix
+    assert "ci/setup_arm64_debian.sh" in caught.value.fix
 
 
 def test_a_compiler_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +195,9 @@ def test_a_compiler_for_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_headers_of_the_target(cache: Path) -> None:
-    with pytest.raises(BuildError, match=f"Python's C headers for {TARGET} are missing") as found:
+    with pytest.raises(BuildError, match=f"Python's C headers for {TARGET} are missing") as caught:
         module.module_headers(OPTIONS)
-    assert "ci/setup_arm64_debian.sh" in found.value.fix
+    assert "ci/setup_arm64_debian.sh" in caught.value.fix
     headers = cache / "roots" / TARGET / "usr" / "include" / "python3.12"
     headers.mkdir(parents=True)
     (headers / "Python.h").write_text("")

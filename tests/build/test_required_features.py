@@ -63,5 +63,5 @@ def test_the_flags_of_the_build_decide(
     tree = sources.find_source(make_tree(tmp_path / "llama.cpp"), print)
     recipe = Recipe(BuildOptions(all_variants=all_variants), tree, toolchain.find_compilers())
     macros = toolchain.macros(recipe.compilers.cxx, recipe.compiler_flags("CXX"))
-    found = set(required_features(macros, cpuinfo))
-    assert required <= found and not found & not_required
+    features = set(required_features(macros, cpuinfo))
+    assert required <= features and not features & not_required

@@ -67,9 +67,9 @@ def test_it_holds_every_file_of_the_project(unpacked: Path) -> None:
 
 
 def test_it_holds_the_pictures_of_the_readme(unpacked: Path) -> None:
-    found = [a or b for a, b in PICTURE.findall((unpacked / "README.md").read_text(encoding="utf-8"))]
-    assert found
-    assert not [name for name in found if "://" not in name and not (unpacked / name).is_file()]
+    pictures = [a or b for a, b in PICTURE.findall((unpacked / "README.md").read_text(encoding="utf-8"))]
+    assert pictures
+    assert not [name for name in pictures if "://" not in name and not (unpacked / name).is_file()]
 
 
 def test_it_holds_nothing_that_was_built(unpacked: Path) -> None:
@@ -94,11 +94,11 @@ def test_two_archives_of_the_same_sources_are_the_same(
     unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    found = []
+    contents = []
     for name in ("one", "two"):
         source = copied_as_clone(unpacked, tmp_path / name / "tree", private=name == "two")
-        found.append(packed(source, tmp_path / name).read_bytes())
-    assert found[0] == found[1]
+        contents.append(packed(source, tmp_path / name).read_bytes())
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.timeout(1800)  # compiles llama.cpp if it is not in the cache

@@ -86,19 +86,19 @@ def test_the_sbom_names_files_llama_cpp_and_packages(dist: Path, source: Path) -
     assert (product["name"], product["version"]) == ("llamapipe", llamapipe.__version__)
     (file,) = product["components"]
     assert (file["name"], file["hashes"]) == (WHEEL, [{"alg": "SHA-256", "content": sha256(dist / WHEEL)}])
-    found = {component["bom-ref"]: component for component in bom["components"]}
-    llama_cpp = found["llama.cpp"]
+    components = {component["bom-ref"]: component for component in bom["components"]}
+    llama_cpp = components["llama.cpp"]
     assert llama_cpp["purl"] == "pkg:github/ggml-org/llama.cpp@b11549"
     (archive,) = llama_cpp["externalReferences"]
     assert archive["hashes"] == [{"alg": "SHA-256", "content": PIN.sha256}]
-    versions = {name: component.get("version") for name, component in found.items() if "vendor/" in name}
+    versions = {name: component.get("version") for name, component in components.items() if "vendor/" in name}
     assert versions == {
         "llama.cpp/vendor/stb/stb_image.h": "2.30",
         "llama.cpp/vendor/hash/xxhash/xxhash.h": "0.8.3",
     }
-    scopes = {ref: component["scope"] for ref, component in found.items() if ref.startswith("pypi/")}
+    scopes = {ref: component["scope"] for ref, component in components.items() if ref.startswith("pypi/")}
     assert scopes == {"pypi/numpy": "required", "pypi/jinja2": "optional", "pypi/tomli": "optional"}
-    depends = {one["ref"]: one.get("dependsOn", []) for one in bom["dependencies"]}
+    depends = {entry["ref"]: entry.get("dependsOn", []) for entry in bom["dependencies"]}
     assert set(depends[product["bom-ref"]]) == {"llama.cpp", *scopes}
     assert set(depends["llama.cpp"]) == set(versions)
 
@@ -107,9 +107,13 @@ def test_a_package_that_is_required_and_in_an_extra_is_required(dist: Path, sour
     info = dist.parent / "tree" / "llamapipe-0.1.0.dist-info"
     (info / "METADATA").write_text(METADATA + 'Requires-Dist: numpy>=2; extra == "media"\n')
     write_wheel(info.parent, dist / WHEEL)
-    (numpy,) = (one for one in json.loads(sbom(dist, PIN, source))["components"] if one["name"] == "numpy")
+    (numpy,) = (
+        component
+        for component in json.loads(sbom(dist, PIN, source))["components"]
+        if component["name"] == "numpy"
+    )
     assert numpy["scope"] == "required"
-    assert [one["value"] for one in numpy["properties"]] == ["numpy>=1.23", 'numpy>=2; extra == "media"']
+    assert [entry["value"] for entry in numpy["properties"]] == ["numpy>=1.23", 'numpy>=2; extra == "media"']
 
 
 def test_equal_files_have_equal_sboms(dist: Path, source: Path) -> None:

@@ -202,11 +202,11 @@ def test_a_wheel_with_a_path_of_this_machine_or_without_licences_is_a_problem(
     (tree / names[1]).write_text(f"assert in {cache}/source/ggml.c")
     (tmp_path / "out").mkdir()
     write_wheel(tree, tmp_path / "out" / "llamapipe-9.9-cp310-abi3-linux_x86_64.whl")
-    found = "\n".join(problems(tmp_path / "out"))
-    assert f"{names[1]} contains a path of this machine" in found
-    assert "lacks LICENSE.llama.cpp in its metadata" in found
-    assert f"is not of version {llamapipe.__version__}" in found
-    assert "no manylinux tag" in found
+    report = "\n".join(problems(tmp_path / "out"))
+    assert f"{names[1]} contains a path of this machine" in report
+    assert "lacks LICENSE.llama.cpp in its metadata" in report
+    assert f"is not of version {llamapipe.__version__}" in report
+    assert "no manylinux tag" in report
 
 
 # ---- interpreters
@@ -216,8 +216,8 @@ def test_interpreters_that_do_not_run_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "python3.11").symlink_to(sys.executable)
     make_script(tmp_path / "python3.99", "echo 'no such version' >&2; exit 127")
     make_script(tmp_path / "python3-config", "exit 1")
-    found = find_interpreters([str(tmp_path), str(tmp_path / "none")])
-    assert [one.version for one in found] == [sys.version_info[:3]]
+    interpreters = find_interpreters([str(tmp_path), str(tmp_path / "none")])
+    assert [interpreter.version for interpreter in interpreters] == [sys.version_info[:3]]
     assert ask(str(tmp_path / "python3.99")) is None
 
 
@@ -263,11 +263,11 @@ def test_machines_without_a_compiler_are_left_out_and_named(
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     told: list[str] = []
-    found = buildable(told.append)
-    assert found[0] == HERE
-    assert "aarch64-linux-gnu" not in found
-    assert "x86_64-windows-gnu" not in found  # its Python is not in the empty cache
-    missing = [target for target in TARGETS if target not in found]
+    targets = buildable(told.append)
+    assert targets[0] == HERE
+    assert "aarch64-linux-gnu" not in targets
+    assert "x86_64-windows-gnu" not in targets  # its Python is not in the empty cache
+    missing = [target for target in TARGETS if target not in targets]
     assert [text.split(":")[0] for text in told] == [f"no wheel for {target}" for target in missing]
     assert "ci/setup_arm64_debian.sh" in told[0]
 

@@ -187,12 +187,12 @@ def answer_of(form: ChatFormat, text: str, tail: str, cut_off: bool = False, **o
     """The answer; the same however the text is cut in three."""
     places = [*itertools.combinations(range(0, len(text) + 1, 3), 2)] if len(text) < 90 else []
     cuts = [[text], list(text), *([text[:a], text[a:b], text[b:]] for a, b in places)]
-    found = []
+    answers = []
     for parts in cuts:
         parser = form.parser(options.get("tools", TOOLS), "auto", prompt_tail=tail)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish(cut_off)])
-        found.append((answer.content, answer.reasoning, [(c.name, c.arguments) for c in answer.tool_calls]))
-        assert found[-1] == found[0], parts
+        answers.append((answer.content, answer.reasoning, [(c.name, c.arguments) for c in answer.tool_calls]))
+        assert answers[-1] == answers[0], parts
     return answer
 
 
@@ -288,13 +288,13 @@ class TestCallsInReasoning:
     def test_other_families(self, name: str, tail: str, call: str) -> None:
         form = form_of(name)
         answer = answer_of(form, f"What time is it? {call}", tail)
-        assert [one.name for one in answer.tool_calls] == ["now"]
+        assert [call.name for call in answer.tool_calls] == ["now"]
         assert (answer.reasoning, answer.content) == ("What time is it?", "")
         answer = answer_of(form, f"Say {call}?</think>No.", tail)
         assert (answer.tool_calls, answer.reasoning, answer.content) == ((), f"Say {call}?", "No.")
 
     @pytest.mark.parametrize("choice", ["auto", "required"])
-    def test_grammars(self, choice: str) -> None:
+    def test_a_grammar_lets_a_call_end_the_reasoning(self, choice: str) -> None:
         """A control token that begins a call ends the reasoning; text may only write about a call."""
         family = FAMILIES["DeepSeek V3.1"]
         vocabulary = ByteVocabulary(family.specials)
@@ -357,11 +357,11 @@ class TestContinuedReasoning:
         ],
     )
     def test_every_kind_of_template(self, name: str, end: str, text: str, content: str) -> None:
-        form, one = form_of(name), template(name)
+        form, chat_template = form_of(name), template(name)
         last = {"role": "assistant", "content": "", "reasoning_content": "First,"}
         messages = [{"role": "user", "content": "Really?"}, last]
         prompts = {
-            one.render(messages, continue_last=asked, reasoning_opening=form.markers.opening)
+            chat_template.render(messages, continue_last=asked, reasoning_opening=form.markers.opening)
             for asked in (True, "reasoning")
         }
         (prompt,) = prompts
@@ -371,14 +371,14 @@ class TestContinuedReasoning:
         assert (answer.reasoning.strip(), answer.content) == ("then.", content)
 
     def test_without_reasoning_it_is_refused(self) -> None:
-        one = template("Qwen3.5-4B")
+        chat_template = template("Qwen3.5-4B")
         messages = [{"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes"}]
         with pytest.raises(InvalidRequestError, match="no reasoning_content"):
-            one.render(messages, continue_last="reasoning")
+            chat_template.render(messages, continue_last="reasoning")
         messages[-1]["reasoning_content"] = "Well."
         with pytest.raises(InvalidRequestError, match="has no reasoning"):
             template("google-gemma-2-2b-it").render(messages, continue_last="reasoning")
-        assert one.render(messages, continue_last=True).endswith("</think>\n\nYes")
+        assert chat_template.render(messages, continue_last=True).endswith("</think>\n\nYes")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])

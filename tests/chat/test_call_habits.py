@@ -28,8 +28,12 @@ def parsed(name: str, text: str, lenient: bool = True, tools: tuple[Tool, ...] =
     """The answer, the same whole and by characters."""
 
     def read(parts: list[str]) -> ChatMessage:
-        given: dict[str, Any] = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient}
-        parser = form_of(name).parser(tools, "auto", **given)
+        options: dict[str, Any] = {
+            "prompt_tail": FAMILIES[name].tail,
+            "stream_calls": True,
+            "lenient": lenient,
+        }
+        parser = form_of(name).parser(tools, "auto", **options)
         return ChatMessage([*map(parser.feed, parts), parser.finish()])
 
     whole, cut = read([text]), read(list(text))
@@ -78,9 +82,9 @@ def test_a_call_without_the_outer_marker(after: str) -> None:
 
 
 def test_a_section_without_its_start_or_the_ends_of_calls() -> None:
-    one, two = (f"<|tool_call_begin|>functions.now:{n}<|tool_call_argument_begin|>" for n in (0, 1))
-    assert calls_of(parsed("Kimi K2", f"{one}{{}}{two}{{}}")) == [NOW, NOW]
-    assert calls_of(parsed("Kimi K2", f"{one}{{}}<|tool_call_end|>")) == [NOW]
+    first, second = (f"<|tool_call_begin|>functions.now:{n}<|tool_call_argument_begin|>" for n in (0, 1))
+    assert calls_of(parsed("Kimi K2", f"{first}{{}}{second}{{}}")) == [NOW, NOW]
+    assert calls_of(parsed("Kimi K2", f"{first}{{}}<|tool_call_end|>")) == [NOW]
 
 
 def test_an_argument_whose_end_is_missing() -> None:
@@ -260,7 +264,7 @@ class TestToolsOfTheSystem:
             )
             assert "<|tool|>" not in template.render([*system, self.USER])
 
-    def test_calls(self) -> None:
+    def test_calls_in_a_list_are_constrained_and_read(self) -> None:
         vocabulary = ByteVocabulary(self.CONTROL)
         form = ChatFormat.of(render_of(self.TEXT), vocabulary.special_id)
         calls = '[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]'

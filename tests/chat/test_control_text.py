@@ -49,11 +49,11 @@ def test_contents_never_add_control_tokens(demo: lp.Model, contents: list[str]) 
         {"role": roles[i % 2], "content": content} for i, content in enumerate(contents)
     ]
     harmless = [{**message, "content": "x"} for message in messages]
-    found, expected = (
-        Counter(token for token in demo.tokenize_chat(one) if demo.vocab.is_control(token))
-        for one in (messages, harmless)
+    counts, expected = (
+        Counter(token for token in demo.tokenize_chat(chat) if demo.vocab.is_control(token))
+        for chat in (messages, harmless)
     )
-    assert found == expected
+    assert counts == expected
     # What is written is the rendering; no mark stays in it.
     text = demo.vocab.detokenize(demo.tokenize_chat(messages), unparse_special=True)
     assert text.removeprefix("<s>") == demo.render_chat(messages).removeprefix("<s>")

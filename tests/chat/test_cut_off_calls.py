@@ -34,11 +34,11 @@ def test_a_call_that_the_model_chose(family: Family) -> None:
     form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
 
     def contents(cut_off: bool) -> list[str]:
-        found = []
+        texts = []
         for n in range(len(family.full)):
             parser = form.parser(TOOLS, "auto", prompt_tail=family.tail)
-            found.append(ChatMessage([*map(parser.feed, family.full[:n]), parser.finish(cut_off)]).content)
-        return found
+            texts.append(ChatMessage([*map(parser.feed, family.full[:n]), parser.finish(cut_off)]).content)
+        return texts
 
     tag = "<|python_tag|>" if family.full.startswith("<|python_tag|>") else ""
     if tag or family.full.lstrip().startswith(("{", "[get")):
@@ -77,10 +77,10 @@ def test_a_head_that_is_cut_is_no_call() -> None:
 @pytest.mark.parametrize("n", [1, 3, 14, 30])
 def test_an_engine_that_is_forced(demo: lp.Model, n: int) -> None:
     params = lp.SamplingParams(temperature=0, max_tokens=n)
-    given: dict[str, Any] = {"tools": TOOLS, "tool_choice": "get_weather"}
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "get_weather"}
     with lp.Model(demo.path, chat_template=FUNCTION_CALLING) as model, lp.Engine(model, n_ctx=1024) as engine:
-        answer = engine.chat("Hello", params, **given)
+        answer = engine.chat("Hello", params, **options)
         assert (answer.content, answer.tool_calls, answer.finish_reason) == ("", (), "length")
-        parts = list(engine.stream_chat("Hello", params, **given))
+        parts = list(engine.stream_chat("Hello", params, **options))
         assert [part.content for part in parts if part.content] == []
         assert parts[-1].finish_reason == "length"

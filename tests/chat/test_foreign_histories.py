@@ -18,15 +18,15 @@ ANSWER = {"role": "assistant", "content": "Well."}
 
 
 def calls(*ids: str | None, content: str = "") -> dict[str, Any]:
-    made = [
-        {"id": one, "type": "function", "function": {"name": f"f{n}", "arguments": {"n": n}}}
-        for n, one in enumerate(ids)
+    tool_calls = [
+        {"id": call_id, "type": "function", "function": {"name": f"f{n}", "arguments": {"n": n}}}
+        for n, call_id in enumerate(ids)
     ]
-    return {"role": "assistant", "content": content, "tool_calls": made}
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
-def result(one: str | None, text: str = "noon") -> dict[str, Any]:
-    return {"role": "tool", "content": text, **({} if one is None else {"tool_call_id": one})}
+def result(call_id: str | None, text: str = "noon") -> dict[str, Any]:
+    return {"role": "tool", "content": text, **({} if call_id is None else {"tool_call_id": call_id})}
 
 
 def shown(family: str, *messages: dict[str, Any]) -> str:
@@ -34,12 +34,12 @@ def shown(family: str, *messages: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", ["Mistral list", "Mistral args"])
-@pytest.mark.parametrize("one", ["call_Zx8", "toolu_01A09q90qw90lq917835lq9", "", None, "0"])
-def test_ids_of_other_models(family: str, one: str | None) -> None:
-    text = shown(family, USER, calls(one), result(one), ANSWER, USER)
+@pytest.mark.parametrize("call_id", ["call_Zx8", "toolu_01A09q90qw90lq917835lq9", "", None, "0"])
+def test_ids_of_other_models(family: str, call_id: str | None) -> None:
+    text = shown(family, USER, calls(call_id), result(call_id), ANSWER, USER)
     called, answered = re.findall(r'(?:id": ?"|\[CALL_ID\]|\[TOOL_RESULTS\])([A-Za-z0-9]{9})\b', text)
     assert called == answered
-    assert text == shown(family, USER, calls(one), result(one), ANSWER, USER)
+    assert text == shown(family, USER, calls(call_id), result(call_id), ANSWER, USER)
 
 
 def test_own_ids_stay() -> None:
@@ -59,12 +59,12 @@ def test_ids_belong_together() -> None:
         result(None),
         result("?"),
     ]
-    made = with_short_ids(history)
-    ids = [call["id"] for call in made[1]["tool_calls"]]
-    (later,) = [call["id"] for call in made[5]["tool_calls"]]
-    assert [one["tool_call_id"] for one in made[2:5]] == [ids[2], ids[1], ids[0]]
-    assert made[6]["tool_call_id"] == later
-    assert len({*ids, later, made[7]["tool_call_id"]}) == 5
+    shortened = with_short_ids(history)
+    ids = [call["id"] for call in shortened[1]["tool_calls"]]
+    (later,) = [call["id"] for call in shortened[5]["tool_calls"]]
+    assert [message["tool_call_id"] for message in shortened[2:5]] == [ids[2], ids[1], ids[0]]
+    assert shortened[6]["tool_call_id"] == later
+    assert len({*ids, later, shortened[7]["tool_call_id"]}) == 5
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_answers_in_a_row_and_calls_without_results(family: str, messages: list[
 def test_parallel_calls_where_a_template_shows_one() -> None:
     messages = [USER, calls("a", "b", content="I look."), result("b", "two"), result("a", "one"), ANSWER]
     single = with_single_calls(messages)
-    assert [one.get("tool_call_id") or one["role"] for one in single] == [
+    assert [message.get("tool_call_id") or message["role"] for message in single] == [
         "user",
         *("assistant", "a"),
         *("assistant", "b"),
         "assistant",
     ]
-    assert [one["content"] for one in single] == ["What now?", "I look.", "one", "", "two", "Well."]
+    assert [message["content"] for message in single] == ["What now?", "I look.", "one", "", "two", "Well."]
     text = shown("Llama", *messages)
     assert text.index("f0") < text.index("one") < text.index("f1") < text.index("two")
 

@@ -194,4 +194,4 @@ def test_lines_about_arguments_are_their_descriptions(
 ) -> None:
     (tool,) = check_tools([function])
     assert tool.description == description
-    assert [one["description"] for one in tool.parameters["properties"].values()] == expected
+    assert [schema["description"] for schema in tool.parameters["properties"].values()] == expected

@@ -34,25 +34,25 @@ pytestmark = pytest.mark.skipif(folder() is None, reason="llama.cpp's source is 
 
 
 def test_cases_of_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(outcomes(llama_cpp_cases()))
+    results = list(outcomes(llama_cpp_cases()))
     with capsys.disabled():
-        sys.stdout.write(f"\n{table(found)}\n")
-    assert not [one.name for one in found if one.verdict == UNSTABLE]
+        sys.stdout.write(f"\n{table(results)}\n")
+    assert not [outcome.name for outcome in results if outcome.verdict == UNSTABLE]
     known = Differences(LIST.read_text(encoding="utf-8"))
     assert UNEXPLAINED not in known.reasons
-    faults = known.faults(found)
+    faults = known.faults(results)
     assert not faults, "\n".join(["run: python -m support.peer_cases --write (in tests/)", *faults])
     page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page, found) == page, "run: python tools/format_tables.py"
+    assert with_tables(page, results) == page, "run: python tools/format_tables.py"
 
 
 @pytest.mark.skipif("LLAMAPIPE_VLLM_SOURCE" not in os.environ, reason="nox -s formats fetches vLLM's source")
 def test_cases_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(vllm_outcomes())
+    results = list(vllm_outcomes())
     with capsys.disabled():
-        sys.stdout.write(f"\n{table(found)}\n")
-    assert not [one.name for one in found if one.verdict == UNSTABLE]
+        sys.stdout.write(f"\n{table(results)}\n")
+    assert not [outcome.name for outcome in results if outcome.verdict == UNSTABLE]
     known = Differences(VLLM_LIST.read_text(encoding="utf-8"))
     assert UNEXPLAINED not in known.reasons
-    faults = known.faults(found)
+    faults = known.faults(results)
     assert not faults, "\n".join(["run: python -m support.peer_cases --vllm --write (in tests/)", *faults])

@@ -29,22 +29,22 @@ def theirs(templates: dict[str, str], model: Path) -> dict[str, dict[str, str | 
     In another process: closing one of these servers sometimes waits forever for its thread.
     """
     program = Path(__file__).parents[1] / "support" / "peer_renders.py"
-    given = json.dumps({"model": str(model), "templates": templates, "conversations": CONVERSATIONS})
+    request = json.dumps({"model": str(model), "templates": templates, "conversations": CONVERSATIONS})
     done = subprocess.run(
-        [sys.executable, program], input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=240
+        [sys.executable, program], input=request, stdout=subprocess.PIPE, text=True, check=True, timeout=240
     )
-    return {name: made for line in done.stdout.splitlines() for name, made in json.loads(line).items()}
+    return {name: renders for line in done.stdout.splitlines() for name, renders in json.loads(line).items()}
 
 
 def ours(template: str, model: Path) -> dict[str, str | None]:
-    made: dict[str, str | None] = {}
-    with lp.Model(model, chat_template=template) as one:
+    renders: dict[str, str | None] = {}
+    with lp.Model(model, chat_template=template) as loaded:
         for name, conversation in CONVERSATIONS.items():
             try:
-                made[name] = one.render_chat(**conversation)
+                renders[name] = loaded.render_chat(**conversation)
             except InvalidRequestError:
-                made[name] = None
-    return made
+                renders[name] = None
+    return renders
 
 
 def test_renders_are_those_of_llama_cpp() -> None:

@@ -77,8 +77,8 @@ def form_of(name: str) -> ChatFormat:
 
 
 def parser_of(name: str, lenient: bool = True, **options: Any) -> ChatParser:
-    given = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient, **options}
-    return form_of(name).parser(TOOLS, given.pop("choice", "auto"), **given)
+    settings = {"prompt_tail": FAMILIES[name].tail, "stream_calls": True, "lenient": lenient, **options}
+    return form_of(name).parser(TOOLS, settings.pop("choice", "auto"), **settings)
 
 
 def cuts(text: str) -> Iterator[list[str]]:
@@ -95,12 +95,12 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 def parse(name: str, text: str, **options: Any) -> ChatMessage:
     """The answer; the same for every cut."""
-    found = []
+    answers = []
     for parts in cuts(text):
         parser = parser_of(name, **options)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
-        found.append((answer.content, answer.reasoning, calls_of(answer)))
-        assert found[-1] == found[0], parts
+        answers.append((answer.content, answer.reasoning, calls_of(answer)))
+        assert answers[-1] == answers[0], parts
     return answer
 
 
@@ -109,12 +109,14 @@ def calls_of(answer: ChatMessage) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_calls(case: str) -> None:
+def test_plain_json_is_read_as_calls(case: str) -> None:
     text, calls = CALLS[case]
     answer = parse("Hermes", text)
     assert (calls_of(answer), answer.content) == (calls, "")
     assert len({call.id for call in answer.tool_calls}) == len(calls)
-    assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [one for _, one in calls]
+    assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [
+        arguments for _, arguments in calls
+    ]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_one_call_where_several_are_not_allowed() -> None:
     assert calls_of(parse("Hermes", CALLS["list of one"][0], parallel=False)) == [("now", {})]
 
 
-def test_after_reasoning() -> None:
+def test_calls_after_reasoning_are_read() -> None:
     answer = parse("Hermes", f"<think>\nHm.\n</think>\n\n{CALLS['fence'][0]}")
     assert (answer.reasoning, answer.content, calls_of(answer)) == ("Hm.", "", [("get_weather", FULL)])
 

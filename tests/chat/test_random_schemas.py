@@ -25,12 +25,12 @@ def parameters(seed: int) -> dict[str, Any]:
     picked = random.Random(seed)
     maker = SchemaMaker(seed)
     names = picked.sample(["city", "when", "n_days", "a", "x-y"], picked.randint(1, 3))
-    made: dict[str, Any] = {"type": "object", "properties": {}}
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
     for name in names:
-        made["properties"][name] = maker.schema(2)
-        made.setdefault("$defs", {}).update(made["properties"][name].pop("$defs", {}))
-    made["required"] = picked.sample(names, picked.randint(0, len(names)))
-    return made
+        schema["properties"][name] = maker.schema(2)
+        schema.setdefault("$defs", {}).update(schema["properties"][name].pop("$defs", {}))
+    schema["required"] = picked.sample(names, picked.randint(0, len(names)))
+    return schema
 
 
 def walk(guide: Guide, model: lp.Model, seed: int) -> str:

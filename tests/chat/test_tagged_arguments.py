@@ -116,8 +116,8 @@ def test_a_string_is_passed_on_as_it_comes(name: str, text: str) -> None:
         return [delta for piece in pieces for delta in piece.tool_calls]
 
     for streams in (False, True):
-        made = parts(said, streams)
-        assert json.loads("".join(delta.arguments for delta in made)) == expected
+        deltas = parts(said, streams)
+        assert json.loads("".join(delta.arguments for delta in deltas)) == expected
     long = said.replace(start + "s" + key + text + end, start + "s" + key + "word " * 50 + end, 1)
     assert len(parts(long, True)) > 200
     cut = "".join(delta.arguments for delta in parts(long[: long.index("word ") + 12], True))

@@ -118,9 +118,9 @@ SWITCHED = """
 def engine() -> Iterator[lp.Engine]:
     with (
         lp.Model(lp.demo_model_path(), chat_template=SWITCHED) as model,
-        lp.Engine(model, n_ctx=1024) as made,
+        lp.Engine(model, n_ctx=1024) as chat_engine,
     ):
-        yield made
+        yield chat_engine
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_a_forced_call_is_written_and_read_as_the_prompt_shows_it(
     engine: lp.Engine, args: dict[str, Any], start: str
 ) -> None:
     params = lp.SamplingParams(max_tokens=200, temperature=0)
-    given: dict[str, Any] = {"tools": TOOLS, "tool_choice": "now"}
-    given["template_args"] = {**args, "enable_thinking": False}
-    answer = engine.chat(QUESTION, params, **given)
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "now"}
+    options["template_args"] = {**args, "enable_thinking": False}
+    answer = engine.chat(QUESTION, params, **options)
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("now", {})]
     written = engine.model.detokenize(answer.choices[0].token_ids)
     assert written.lstrip().startswith(start)
-    deltas = list(engine.stream_chat(QUESTION, params, **given))
+    deltas = list(engine.stream_chat(QUESTION, params, **options))
     assert [call.name for delta in deltas for call in delta.tool_calls if call.name] == ["now"]
 
 

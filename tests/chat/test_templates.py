@@ -69,7 +69,7 @@ def test_a_history_of_calls_is_read_back(name: str) -> None:
     text = text[len(common_start(text, prompt)) :]
     tail = form.calls.prompted if form.calls is not None else ""
     calls = parse_answer(form.parser(TOOLS, "auto", prompt_tail=tail), text).tool_calls
-    assert [(one.name, one.arguments) for one in calls] == [("get_weather", PARIS)]
+    assert [(call.name, call.arguments) for call in calls] == [("get_weather", PARIS)]
 
 
 # These want what no conversation of plain messages has: a thought in each answer, languages with each message.
@@ -103,8 +103,8 @@ def check_places(name: str, role: str) -> None:
         [first, user],
     ):
         text = template(name).render(chat)
-        shown = [one for one in chat if one is not first or name not in SYSTEM_AT_THE_END]
-        places = [text.rfind(one["content"]) for one in shown]
+        shown = [message for message in chat if message is not first or name not in SYSTEM_AT_THE_END]
+        places = [text.rfind(message["content"]) for message in shown]
         assert places == sorted(places) and places[0] >= 0, (chat, text)
         assert first["content"] in text or first not in chat
 
@@ -137,8 +137,8 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(name: str) -> None:
         whole = template(name).render(chat({"qxkey": "qxvalue"}), tools=definitions)
     except InvalidRequestError:
         return  # it refuses calls without a result, or any
-    given: tuple[Any, ...] = ('{"city": "Par', "[1, 2", '"x"', "null", "x", [], None)
-    for arguments in given:
+    samples: tuple[Any, ...] = ('{"city": "Par', "[1, 2", '"x"', "null", "x", [], None)
+    for arguments in samples:
         text = template(name).render(chat(arguments), tools=definitions)
         if "qxvalue" in whole and arguments is not None:
             assert (arguments if isinstance(arguments, str) else "[]") in text
@@ -209,8 +209,8 @@ def test_parameters_that_a_template_refuses_are_named() -> None:
         {"name": "first", "parameters": {"type": "object", "properties": {"n": {"format": "int"}}}},
         {"name": "second", "parameters": {"type": "object", "properties": properties}},
     ]
-    given = ChatTemplate(source)
+    chat_template = ChatTemplate(source)
     tools = [{"type": "function", "function": function} for function in functions]
-    assert given.render([said("user", "Hi")], tools=tools[:1]) == "n: intHi"
+    assert chat_template.render([said("user", "Hi")], tools=tools[:1]) == "n: intHi"
     with pytest.raises(InvalidRequestError, match="the parameter 'when' of the tool 'second'"):
-        given.render([said("user", "Hi")], tools=tools)
+        chat_template.render([said("user", "Hi")], tools=tools)

@@ -41,16 +41,16 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 def parse(form: ChatFormat, text: str, tail: str, stream_calls: bool = False) -> ChatMessage:
     """The answer; the same for every cut."""
-    found: list[tuple[Any, ...]] = []
+    answers: list[tuple[Any, ...]] = []
     for parts in cuts(text):
         parser = form.parser(TOOLS, "auto", prompt_tail=tail, stream_calls=stream_calls)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
         assert not parser.finish()
         calls = [(call.name, call.arguments) for call in answer.tool_calls]
-        found.append(
+        answers.append(
             (answer.content, answer.reasoning, calls, tuple(call.is_complete for call in answer.tool_calls))
         )
-        assert found[-1] == found[0], parts
+        assert answers[-1] == answers[0], parts
         assert all(len(call.id) >= 1 for call in answer.tool_calls)
     return answer
 
@@ -66,7 +66,9 @@ class TestParser:
             assert (answer.content, answer.reasoning, answer.tool_calls) == (text, "", ())
 
     @pytest.mark.parametrize("stream_calls", [False, True])
-    def test_calls(self, form: ChatFormat, family: Family, stream_calls: bool) -> None:
+    def test_calls_are_read_with_their_arguments(
+        self, form: ChatFormat, family: Family, stream_calls: bool
+    ) -> None:
         for text, arguments in ((family.paris, PARIS), (family.full, FULL)):
             answer = parse(form, text, family.tail, stream_calls)
             assert calls_of(answer) == [("get_weather", arguments)]
@@ -175,7 +177,7 @@ class TestGrammar:
         assert vocabulary.accepted(grammar, family.wrong_key) == (family.wrong_key[:-1], False)
 
     @pytest.mark.parametrize("choice", ["auto", "required"])
-    def test_not_parallel(
+    def test_without_parallel_calls_a_second_one_is_forbidden(
         self, form: ChatFormat, family: Family, vocabulary: ByteVocabulary, choice: str
     ) -> None:
         grammar = form.grammar(TOOLS, choice, False, prompt_tail=family.tail)

@@ -19,7 +19,7 @@ def turn(name: str, n: int = 10) -> list[Message]:
 
 
 def n_tokens(messages: Sequence[Message]) -> int:
-    return sum(len(one["content"]) for one in messages)
+    return sum(len(message["content"]) for message in messages)
 
 
 def test_nothing_is_dropped_while_the_answer_has_room() -> None:
@@ -63,7 +63,7 @@ def test_a_conversation_that_grows_begins_alike_for_many_turns() -> None:
         assert n_tokens(kept) + 40 <= 400
         begins.append(kept[1]["content"])
         messages.append({"role": "assistant", "content": f"{i:010d}"})
-    changes = sum(one != other for one, other in pairwise(begins))
+    changes = sum(begin != other for begin, other in pairwise(begins))
     assert begins[0] == begins[15] and changes == 5
 
 
@@ -85,7 +85,7 @@ def test_a_greeting_belongs_to_the_first_turn() -> None:
     """Templates may refuse to render messages without a user's."""
 
     def counted(messages: Sequence[Message]) -> int:
-        assert any(one["role"] == "user" for one in messages)
+        assert any(message["role"] == "user" for message in messages)
         return n_tokens(messages)
 
     greeting = {"role": "assistant", "content": "g" * 10}
@@ -99,30 +99,30 @@ def grown(
 ) -> list[tuple[str, int]]:
     """The first message that is kept, and the prompt's tokens, in each turn of a conversation that grows."""
     messages: list[Message] = [SYSTEM]
-    found = []
+    turns = []
     for i in range(n_turns):
         messages.append({"role": "user", "content": f"{i:010d}"})
         kept = kept_messages(messages, n_tokens, n_ctx, n_free)
         assert n_tokens(kept) + n_free <= n_ctx
-        found.append((kept[1]["content"], n_tokens(kept)))
+        turns.append((kept[1]["content"], n_tokens(kept)))
         messages.append({"role": "assistant", "content": f"{i:020d}"})
-    return found
+    return turns
 
 
 def test_what_the_template_writes_once_is_counted_once() -> None:
     """Tools that take half of the context leave the other half to the turns."""
-    found = grown(lambda messages: 200 + n_tokens(messages), 400, 20, 60)
-    assert all(n >= 250 for _, n in found[20:])  # a turn of 30 tokens, at least, besides the last
-    assert max(n for _, n in found[20:]) > 340
-    changes = sum(one != other for (one, _), (other, _) in pairwise(found))
+    turns = grown(lambda messages: 200 + n_tokens(messages), 400, 20, 60)
+    assert all(n >= 250 for _, n in turns[20:])  # a turn of 30 tokens, at least, besides the last
+    assert max(n for _, n in turns[20:]) > 340
+    changes = sum(begin != other for (begin, _), (other, _) in pairwise(turns))
     assert changes <= 60 // 2
 
 
 def test_the_room_is_used_again() -> None:
     """After a cut the conversation grows until it is full again; what a template adds to every prompt is no turn's."""
-    found = grown(lambda messages: 30 + n_tokens(messages), 8000, 256, 900)
-    first_cut = next(i for i, (begin, _) in enumerate(found) if begin != found[0][0])
-    later = [n for _, n in found[first_cut:]]
+    turns = grown(lambda messages: 30 + n_tokens(messages), 8000, 256, 900)
+    first_cut = next(i for i, (begin, _) in enumerate(turns) if begin != turns[0][0])
+    later = [n for _, n in turns[first_cut:]]
     assert max(later) > 8000 - 256 - 60 and min(later) > 3900
 
 
@@ -130,7 +130,7 @@ def test_a_cut_is_made_once() -> None:
     """Whether the last turn has its answer yet makes no difference to what is dropped: no cut follows another."""
     for n_ctx in range(300, 420, 7):
         begins = [begin for begin, _ in grown(n_tokens, n_ctx, 20, 60)]
-        changed = [i for i, (one, other) in enumerate(pairwise(begins)) if one != other]
+        changed = [i for i, (begin, other) in enumerate(pairwise(begins)) if begin != other]
         assert len(changed) > 3 and all(b - a >= 3 for a, b in pairwise(changed)), n_ctx
 
 

@@ -61,7 +61,7 @@ class Talk:
         end = time.monotonic() + 60
         if interrupts:
             self.child.send_signal(signal.SIGINT)
-        while (found := self.text.find(wanted, self._at)) < 0:
+        while (place := self.text.find(wanted, self._at)) < 0:
             left_s = max(end - time.monotonic(), 0)
             ready, _, _ = select.select([self.master], [], [], min(left_s, 5) if interrupts else left_s)
             if interrupts and not ready and left_s > 0:
@@ -71,7 +71,7 @@ class Talk:
             written = os.read(self.master, 4096).decode(errors="replace")
             self.asks_for_pastes |= "\x1b[?2004h" in written
             self.text += CONTROL.sub("", written)
-        self._at = found + len(wanted)
+        self._at = place + len(wanted)
 
     def say(self, line: str) -> None:
         os.write(self.master, line.encode())

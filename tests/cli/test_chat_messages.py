@@ -38,7 +38,7 @@ def chat(*options: str | Path, text: str | bytes = "", status: int = 0) -> subpr
 
 
 def saved(path: Path) -> list[tuple[str, str]]:
-    return [(one["role"], one["content"]) for one in json.loads(path.read_text())]
+    return [(message["role"], message["content"]) for message in json.loads(path.read_text())]
 
 
 def test_a_message_gets_one_answer(demo: lp.Model) -> None:
@@ -81,7 +81,7 @@ def test_a_message_over_the_context_drops_nothing(tmp_path: Path) -> None:
 
 def test_turns_are_hidden_to_half_of_the_context_or_not_at_all() -> None:
     def n_tokens(messages: list[Message]) -> int:
-        return sum(len(one["content"]) for one in messages)
+        return sum(len(message["content"]) for message in messages)
 
     conversation = Conversation("s" * 10)
     for _ in range(4):

@@ -147,7 +147,7 @@ class TestGenerate:
         )
         assert len(record["texts"]) == 3
         assert record["n_completion_tokens"] == 12
-        assert [len(one["top"]) for one in record["logprobs"]] == [2] * 4
+        assert [len(entry["top"]) for entry in record["logprobs"]] == [2] * 4
         assert ok("generate", "--n", "3", "-n", "4", STORY, cwd=tmp_path).count("---\n") == 2
         assert "--json" in run("generate", "--logprobs", "2", STORY, cwd=tmp_path).stderr
 

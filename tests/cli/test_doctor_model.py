@@ -50,8 +50,8 @@ def doctor(*words: object, status: int = 0) -> str:
     return done.stdout
 
 
-def words_of(found: dict[str, Any], name: str = "model.gguf") -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings_of(found, name)}
+def words_of(facts: dict[str, Any], name: str = "model.gguf") -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings_of(facts, name)}
 
 
 class TestCommand:
@@ -110,52 +110,53 @@ class TestFacts:
     @pytest.mark.parametrize("kind", ["demo", "f16"])
     def test_a_loaded_model_agrees(self, kind: str, tmp_path: Path) -> None:
         path = lp.demo_model_path() if kind == "demo" else tiny_model(tmp_path / "tiny.gguf")
-        found = look_at(path)
+        facts = look_at(path)
         with lp.Model(path) as model:
             assert (
-                sum(one["n_tensors"] for one in found["weights"] if one["packed"]) == model.n_packed_tensors
+                sum(entry["n_tensors"] for entry in facts["weights"] if entry["packed"])
+                == model.n_packed_tensors
             )
-            assert found["n_params"] == model.n_params
-            assert found["n_ctx_train"] == model.n_ctx_train
-            assert found["n_vocab"] == model.n_vocab
-            assert found["kv_bytes_per_token"] == kv_bytes(model, 1, "f16", "f16")
+            assert facts["n_params"] == model.n_params
+            assert facts["n_ctx_train"] == model.n_ctx_train
+            assert facts["n_vocab"] == model.n_vocab
+            assert facts["kv_bytes_per_token"] == kv_bytes(model, 1, "f16", "f16")
 
     def test_tools(self, tmp_path: Path) -> None:
         assert look_at(lp.demo_model_path())["tools"] is False
         assert look_at(with_templates(tmp_path / "tools.gguf", TOOLS))["tools"] is True
 
     def test_a_broken_template(self, tmp_path: Path) -> None:
-        found = look_at(with_templates(tmp_path / "broken.gguf", "{% if %}"))
-        assert found["chat"] is False
-        assert words_of(found)["chat"].detail.startswith("no: ")
+        facts = look_at(with_templates(tmp_path / "broken.gguf", "{% if %}"))
+        assert facts["chat"] is False
+        assert words_of(facts)["chat"].detail.startswith("no: ")
 
     def test_a_model_without_a_template(self, tmp_path: Path) -> None:
         assert "has no chat template" in words_of(look_at(tiny_model(tmp_path / "tiny.gguf")))["chat"].detail
 
     @pytest.mark.parametrize("architecture", ["t5", "t5encoder"])
     def test_an_encoder_decoder_is_not_served(self, architecture: str, tmp_path: Path) -> None:
-        found = look_at(encoder_decoder_model(tmp_path / "t5.gguf", architecture))
-        assert not found["generates"]
-        words = words_of(found)
+        facts = look_at(encoder_decoder_model(tmp_path / "t5.gguf", architecture))
+        assert not facts["generates"]
+        words = words_of(facts)
         assert "chat" not in words
         if architecture == "t5":
             assert not words["use"].ok and "does not serve: its engine" in words["use"].detail
-            assert "serve it with" not in words and suggestion(found, "t5.gguf") is None
+            assert "serve it with" not in words and suggestion(facts, "t5.gguf") is None
         else:
             assert words["use"].ok and "--embeddings" in words["serve it with"].detail
 
     def test_mtp_layers(self, tmp_path: Path) -> None:
         path = mtp_model(tmp_path / "one.gguf", None)
-        found = look_at(path)
-        assert found["n_mtp_layers"] == 1
+        facts = look_at(path)
+        assert facts["n_mtp_layers"] == 1
         with lp.Model(path) as model:
             sizes = [
                 4 * math.prod(tensor.dims)
                 for name, tensor in model.tensors.items()
                 if name.startswith("blk.4.")
             ]
-            assert model.n_layer == 4 and found["mtp_bytes"] == sum(sizes) > 0
-        assert words_of(found)["MTP"].detail.endswith(
+            assert model.n_layer == 4 and facts["mtp_bytes"] == sum(sizes) > 0
+        assert words_of(facts)["MTP"].detail.endswith(
             "and 256.0 KiB for 1024 tokens of context, loaded on demand; --draft mtp guesses with it"
         )
         two = look_at(mtp_model(tmp_path / "two.gguf", None, n_layers=2))
@@ -164,9 +165,9 @@ class TestFacts:
 
     def test_a_draft_file(self, tmp_path: Path) -> None:
         target = eagle3_target(tmp_path / "model.gguf")
-        found = look_at(eagle3_draft(tmp_path / "draft.gguf", target))
-        assert found["drafts_for_layers"] == [1, 2, 3]
-        words = words_of(found)
+        facts = look_at(eagle3_draft(tmp_path / "draft.gguf", target))
+        assert facts["drafts_for_layers"] == [1, 2, 3]
+        words = words_of(facts)
         assert words["use"].ok and words["use"].detail.startswith(
             "an EAGLE-3 draft: it guesses what the model"
         )
@@ -190,15 +191,15 @@ class TestFacts:
         assert words.keys().isdisjoint({"MTP", "KV cells", "KV cache", "memory", "serve it with"})
 
     def test_a_recurrent_model(self, tmp_path: Path) -> None:
-        found = look_at(recurrent_model(tmp_path / "mamba.gguf"))
-        assert found["is_recurrent"]
-        assert found["kv_bytes_per_token"] == 0
-        assert found["state_bytes"] == 2 * 4 * 64 * (3 + 4)  # layers, bytes, channels: convolution and state
-        assert {entry["kv_bytes_per_slot"] for entry in found["slots"]} == {found["state_bytes"]}
-        words = words_of(found)
+        facts = look_at(recurrent_model(tmp_path / "mamba.gguf"))
+        assert facts["is_recurrent"]
+        assert facts["kv_bytes_per_token"] == 0
+        assert facts["state_bytes"] == 2 * 4 * 64 * (3 + 4)  # layers, bytes, channels: convolution and state
+        assert {entry["kv_bytes_per_slot"] for entry in facts["slots"]} == {facts["state_bytes"]}
+        words = words_of(facts)
         assert "KV cells" not in words
         assert words["state"].detail == "3.5 KiB for each request, whatever its length"
-        assert suggestion(found, "m.gguf") == "llamapipe serve -m m.gguf -c 256 -np 8"
+        assert suggestion(facts, "m.gguf") == "llamapipe serve -m m.gguf -c 256 -np 8"
 
     @pytest.mark.parametrize(
         ("name", "cells", "state"),
@@ -211,19 +212,19 @@ class TestFacts:
     def test_windows_states_and_compressed_keys(
         self, name: str, cells: str, state: str | None, tmp_path: Path
     ) -> None:
-        found = look_at(tiny_architecture(tmp_path / "m.gguf", name))
-        words = words_of(found)
+        facts = look_at(tiny_architecture(tmp_path / "m.gguf", name))
+        words = words_of(facts)
         assert cells in words["KV cells"].detail
         assert ("state" in words) == (state is not None)
         assert state is None or state in words["state"].detail
-        per_slot = {entry["kv_bytes_per_slot"] - found["state_bytes"] for entry in found["slots"]}
-        assert per_slot == {found["kv_bytes_per_token"] * entry["n_ctx"] for entry in found["slots"]}
+        per_slot = {entry["kv_bytes_per_slot"] - facts["state_bytes"] for entry in facts["slots"]}
+        assert per_slot == {facts["kv_bytes_per_token"] * entry["n_ctx"] for entry in facts["slots"]}
 
     def test_a_model_of_embeddings(self, tmp_path: Path) -> None:
-        found = look_at(bert_model(tmp_path / "bert.gguf")[0])
-        assert not found["generates"]
-        assert suggestion(found, "my model.gguf") == "llamapipe serve --embeddings 'my model.gguf'"
-        assert "requests" not in words_of(found)
+        facts = look_at(bert_model(tmp_path / "bert.gguf")[0])
+        assert not facts["generates"]
+        assert suggestion(facts, "my model.gguf") == "llamapipe serve --embeddings 'my model.gguf'"
+        assert "requests" not in words_of(facts)
 
 
 class TestMemory:
@@ -246,9 +247,9 @@ class TestMemory:
         ],
     )
     def test_the_command_keeps_slots_before_context(self, contexts: dict[int, int], options: str) -> None:
-        found = self.on(16 * GIB, contexts)
-        assert suggestion(found, "m.gguf") == f"llamapipe serve -m m.gguf {options}"
-        shown = words_of(found, "m.gguf")
+        facts = self.on(16 * GIB, contexts)
+        assert suggestion(facts, "m.gguf") == f"llamapipe serve -m m.gguf {options}"
+        shown = words_of(facts, "m.gguf")
         assert shown["memory"].ok
         assert shlex.split(shown["serve it with"].detail)[-4:] == options.split()
 
@@ -262,13 +263,13 @@ class TestMemory:
     def test_weights_without_kernels_are_called_slow(self) -> None:
         slow = {"type": "Q3_K", "n_tensors": 3, "size_bytes": 3000, "packed": False}
         fast = {"type": "Q6_K", "n_tensors": 1, "size_bytes": 1000, "packed": True}
-        found = self.on(16 * GIB, {2048: 90}) | {"kernels": "avx2", "memory": "host"}
-        shown = words_of(found | {"weights": [slow, fast]})["weights"]
+        facts = self.on(16 * GIB, {2048: 90}) | {"kernels": "avx2", "memory": "host"}
+        shown = words_of(facts | {"weights": [slow, fast]})["weights"]
         assert shown.detail == "Q6_K 25 % with llamapipe's kernels for avx2; Q3_K 75 % with ggml's kernels"
         assert "slow on this CPU" in shown.fix
-        assert not words_of(found | {"weights": [fast]})["weights"].fix
-        assert not words_of(found | {"weights": [slow], "kernels": None})["weights"].fix
-        assert not words_of(found | {"weights": [slow], "memory": "gpu"})["weights"].fix
+        assert not words_of(facts | {"weights": [fast]})["weights"].fix
+        assert not words_of(facts | {"weights": [slow], "kernels": None})["weights"].fix
+        assert not words_of(facts | {"weights": [slow], "memory": "gpu"})["weights"].fix
 
 
 def test_bench_tells_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:

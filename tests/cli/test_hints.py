@@ -8,7 +8,7 @@ import pytest
 
 from llamapipe._messages import ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
-from llamapipe.cli.options import ENGINE, MODEL, given
+from llamapipe.cli.options import ENGINE, MODEL, read_options
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
@@ -62,7 +62,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
     ],
 )
-def test_options(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_gets_a_hint(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(capsys, *arguments.split())
 
 
@@ -157,7 +157,9 @@ def test_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]
         ("frobnicate", "serve, rpc-worker, batch"),
     ],
 )
-def test_commands(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_a_hint(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = said(capsys, command, "llama3.2")
     assert f"there is no command {command!r}; " in text and message in text
     assert text.startswith("usage: llamapipe ")
@@ -225,8 +227,8 @@ def test_zero_and_minus_one_have_llama_cpps_meaning(capfd: pytest.CaptureFixture
 
 def test_no_mmap_is_use_mmap_false() -> None:
     args = _parser().parse_args(["serve", "--no-mmap"])
-    assert given(args, MODEL) == {"use_mmap": False}
-    assert given(_parser().parse_args(["serve"]), MODEL) == {}
+    assert read_options(args, MODEL) == {"use_mmap": False}
+    assert read_options(_parser().parse_args(["serve"]), MODEL) == {}
 
 
 def test_errors_of_the_system_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ class TestEmbed:
     def test_reranking(self, tmp_path: Path) -> None:
         path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)
         with lp.Embedder(path) as embedder:
-            expected = [one.index for one in embedder.rerank("hello", ["bye", "hello", "world"])]
+            expected = [ranked.index for ranked in embedder.rerank("hello", ["bye", "hello", "world"])]
         lines = run("embed", "-m", path, "--rerank", "hello", "bye", "hello", "world").splitlines()
         assert [["bye", "hello", "world"].index(line.split()[-1]) for line in lines] == expected
 

@@ -119,7 +119,7 @@ def test_what_an_option_needs_is_asked_for_at_the_start(
     (tmp_path / "b.toml").write_text('[models.a]\nfile = "hf:owner/name"\n')
     (tmp_path / "c.toml").write_text(f'[models.a]\nfile = "{files["TEXT"]}"\nmmproj = "{files["MMPROJ"]}"\n')
     env = environment_without(tmp_path / "without", package)
-    said = refused("--port", "0", *(files.get(one, one) for one in arguments), env=env)
+    said = refused("--port", "0", *(files.get(argument, argument) for argument in arguments), env=env)
     assert f"{package}, which is not installed: pip install 'llamapipe[{extra}]'" in said.replace('"', "'")
 
 

@@ -63,11 +63,11 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def sound() -> bytes:
     """Two seconds of a tone."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as made:
-        made.setnchannels(1)
-        made.setsampwidth(2)
-        made.setframerate(16000)
-        made.writeframes((np.sin(np.arange(32000) / 7) * 8000).astype("<i2").tobytes())
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(16000)
+        writer.writeframes((np.sin(np.arange(32000) / 7) * 8000).astype("<i2").tobytes())
     return file.getvalue()
 
 
@@ -141,12 +141,12 @@ def test_ollama(url: str, tmp_path: Path) -> None:
 
 def test_langchain(url: str) -> None:
     chat: Any = pytest.importorskip("langchain_openai", reason="needs langchain: nox -s clients").ChatOpenAI
-    made = chat(model="m", base_url=f"{url}/v1", api_key="none", max_tokens=4)
+    chat_model = chat(model="m", base_url=f"{url}/v1", api_key="none", max_tokens=4)
     content = [
         {"type": "text", "text": "What is this?"},
         {"type": "image", "base64": DATA, "mime_type": "image/png"},
     ]
-    answer = made.invoke([{"role": "user", "content": content}])
+    answer = chat_model.invoke([{"role": "user", "content": content}])
     assert answer.usage_metadata["input_tokens"] > N_ROWS
 
 

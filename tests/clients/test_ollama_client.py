@@ -73,10 +73,12 @@ def test_lists(client: Any) -> None:
 
 
 def test_embed(client: Any) -> None:
-    one = client.embed(model="bert", input="The sky is blue because of rayleigh scattering")
-    two = client.embed(model="bert", input=["The sky is blue", "Grass is green"], dimensions=8, truncate=True)
-    assert len(one.embeddings) == 1 and [len(row) for row in two.embeddings] == [8, 8]
-    assert len(client.embeddings(model="bert", prompt="The sky").embedding) == len(one.embeddings[0])
+    single = client.embed(model="bert", input="The sky is blue because of rayleigh scattering")
+    several = client.embed(
+        model="bert", input=["The sky is blue", "Grass is green"], dimensions=8, truncate=True
+    )
+    assert len(single.embeddings) == 1 and [len(row) for row in several.embeddings] == [8, 8]
+    assert len(client.embeddings(model="bert", prompt="The sky").embedding) == len(single.embeddings[0])
 
 
 def add(a: int, b: int) -> int:

@@ -68,9 +68,9 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def ids(made: list[dict[str, Any]]) -> list[int]:
+def ids(received: list[dict[str, Any]]) -> list[int]:
     """The token ids of a stream's events."""
-    return [token for one in made for token in one["choices"][0]["token_ids"]]
+    return [token for event in received for token in event["choices"][0]["token_ids"]]
 
 
 def call(name: str, arguments: dict[str, Any]) -> str:
@@ -143,8 +143,8 @@ def test_open_webuis_tools_in_ollama_mode(tmp_path: Path) -> None:
             body = {"model": "demo", "messages": turns, "stream": False, "tools": tools}
             answer = client.post("/api/chat", json=body)
             assert answer.status_code == 200, answer.text
-            made = answer.json()["message"]["tool_calls"]
-            assert [one["function"]["arguments"] for one in made] == [{"city": "Rome"}]
+            calls = answer.json()["message"]["tool_calls"]
+            assert [item["function"]["arguments"] for item in calls] == [{"city": "Rome"}]
 
 
 @pytest.mark.parametrize("more", [{}, {"usage": True}])
@@ -218,9 +218,9 @@ def test_codex_calls_a_function_and_sends_its_output(tmp_path: Path) -> None:
         answer = client.post("/v1/responses", json=CODEX)
         assert answer.status_code == 200, answer.text
         assert answer.headers[UNUSED] == CODEX_UNUSED
-        made = events(answer)
-        assert made[-1]["type"] == "response.completed"
-        (item,) = made[-1]["response"]["output"]
+        received = events(answer)
+        assert received[-1]["type"] == "response.completed"
+        (item,) = received[-1]["response"]["output"]
         assert (item["type"], item["name"], item.get("namespace")) == ("function_call", "exec_command", None)
         assert json.loads(item["arguments"]) == {"cmd": "echo hi"}
         back = [
@@ -261,16 +261,16 @@ def test_a_custom_tool_gets_text(tmp_path: Path) -> None:
     }
     text = 'a "line"\nand another'
     with saying(tmp_path, call("apply_patch", {"input": text})) as client:
-        given = {**CODEX, "tools": [patch], "tool_choice": {"type": "custom", "name": "apply_patch"}}
-        made = events(client.post("/v1/responses", json=given))
-        kinds = [one["type"] for one in made]
+        request = {**CODEX, "tools": [patch], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+        received = events(client.post("/v1/responses", json=request))
+        kinds = [event["type"] for event in received]
         place = kinds.index("response.custom_tool_call_input.delta")
         assert kinds[place + 1] == "response.custom_tool_call_input.done"
-        assert made[place]["delta"] == made[place + 1]["input"] == text
-        (item,) = made[-1]["response"]["output"]
+        assert received[place]["delta"] == received[place + 1]["input"] == text
+        (item,) = received[-1]["response"]["output"]
         assert (item["type"], item["input"]) == ("custom_tool_call", text)
         back = [item, {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}]
-        again = client.post("/v1/responses", json={**given, "input": [*CODEX["input"], *back]})
+        again = client.post("/v1/responses", json={**request, "input": [*CODEX["input"], *back]})
         assert again.status_code == 200, again.text
         # The same in chat completions, as a whole and as a stream.
         chat = {"model": "demo", "messages": HELLO, "temperature": 0}
@@ -300,16 +300,22 @@ def test_allowed_tools(tmp_path: Path, mode: str) -> None:
                 "mode": mode,
                 "tools": [{"type": "function", "name": allowed}],
             }
-            given = {**CODEX, "stream": False, "tools": flat, "tool_choice": choice, "max_output_tokens": 300}
-            answer = client.post("/v1/responses", json=given).json()
+            request = {
+                **CODEX,
+                "stream": False,
+                "tools": flat,
+                "tool_choice": choice,
+                "max_output_tokens": 300,
+            }
+            answer = client.post("/v1/responses", json=request).json()
             called = [item["name"] for item in answer["output"] if item["type"] == "function_call"]
-            one = {"type": "function", "function": {"name": allowed}}
-            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [one]}}
+            tool = {"type": "function", "function": {"name": allowed}}
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
             chat = {"model": "demo", "messages": HELLO, "tools": nested, "tool_choice": choice}
             message = client.post(
                 "/v1/chat/completions", json={**chat, "temperature": 0, "max_tokens": 300}
             ).json()["choices"][0]["message"]
-            in_chat = [one["function"]["name"] for one in message.get("tool_calls", ())]
+            in_chat = [item["function"]["name"] for item in message.get("tool_calls", ())]
             if allowed == "write":
                 assert called == in_chat == ["write"]
             else:  # the model may not say what it wants to
@@ -318,18 +324,18 @@ def test_allowed_tools(tmp_path: Path, mode: str) -> None:
 
 # ---- other clients of the Responses API
 def test_hosted_tools_alone_are_named(client: httpx.Client, strict: httpx.Client) -> None:
-    given = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
-    given["tools"] = [
+    request = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
+    request["tools"] = [
         {"type": "web_search_preview"},
         {"type": "code_interpreter", "container": {"type": "auto"}},
     ]
-    answer = client.post("/v1/responses", json=given)
+    answer = client.post("/v1/responses", json=request)
     assert (answer.status_code, answer.headers[UNUSED]) == (
         200,
         "tools.web_search_preview, tools.code_interpreter",
     )
-    assert strict.post("/v1/responses", json=given).status_code == 400
-    assert client.post("/v1/responses", json={**given, "tool_choice": "required"}).status_code == 400
+    assert strict.post("/v1/responses", json=request).status_code == 400
+    assert client.post("/v1/responses", json={**request, "tool_choice": "required"}).status_code == 400
 
 
 def test_a_reference_to_an_item_says_what_to_do(client: httpx.Client) -> None:
@@ -340,7 +346,7 @@ def test_a_reference_to_an_item_says_what_to_do(client: httpx.Client) -> None:
 
 
 def test_refusals_and_parts_of_hosted_tools_in_an_input(client: httpx.Client) -> None:
-    given = {
+    request = {
         "model": "demo",
         "max_output_tokens": 4,
         "input": [
@@ -351,7 +357,7 @@ def test_refusals_and_parts_of_hosted_tools_in_an_input(client: httpx.Client) ->
             {"role": "user", "content": "Why?"},
         ],
     }
-    answer = client.post("/v1/responses", json=given)
+    answer = client.post("/v1/responses", json=request)
     assert (answer.status_code, answer.headers[UNUSED]) == (200, "input.web_search_call")
     messages = [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
     for last in (messages[-1], {"role": "assistant", "content": None, "refusal": "No."}):
@@ -365,10 +371,10 @@ def test_refusals_and_parts_of_hosted_tools_in_an_input(client: httpx.Client) ->
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 def test_usage_with_each_event(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    made = events(client.post(path, json={**body, "stream": True, "stream_options": options}))
-    counts = [one["usage"]["completion_tokens"] for one in made]
+    received = events(client.post(path, json={**body, "stream": True, "stream_options": options}))
+    counts = [event["usage"]["completion_tokens"] for event in received]
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == counts[-2]
-    assert made[-1]["choices"] == [] and all(one["usage"]["prompt_tokens"] > 0 for one in made)
+    assert received[-1]["choices"] == [] and all(event["usage"]["prompt_tokens"] > 0 for event in received)
 
 
 # ---- vLLM's and SGLang's clients
@@ -419,9 +425,9 @@ NEUTRAL_CHAT: dict[str, Any] = {
 def test_neutral_values_pass(
     client: httpx.Client, strict: httpx.Client, path: str, body: dict[str, Any], neutral: dict[str, Any]
 ) -> None:
-    given = {**body, **neutral}
-    for one in (client, strict):
-        answer = one.post(path, json=given)
+    request = {**body, **neutral}
+    for http in (client, strict):
+        answer = http.post(path, json=request)
         assert answer.status_code == 200, answer.text
         assert UNUSED not in answer.headers
 
@@ -430,10 +436,10 @@ def test_neutral_values_pass(
 def test_what_is_unused_is_named_or_refused(
     client: httpx.Client, strict: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    given = {**body, "guided_decoding_backend": "xgrammar", "request_id": "7", "user": "me"}
-    answer = client.post(path, json=given)
+    request = {**body, "guided_decoding_backend": "xgrammar", "request_id": "7", "user": "me"}
+    answer = client.post(path, json=request)
     assert answer.headers[UNUSED] == "guided_decoding_backend, request_id, user"
-    answer = strict.post(path, json=given)
+    answer = strict.post(path, json=request)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_decoding_backend")
 
 
@@ -455,12 +461,12 @@ CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), CONSTRAINTS, ids=[str(one) for one, _ in CONSTRAINTS])
-def test_a_format_under_each_name(client: httpx.Client, given: dict[str, Any], text: str) -> None:
-    more = {**given, "max_tokens": 40}
+@pytest.mark.parametrize(("wanted", "text"), CONSTRAINTS, ids=[str(fields) for fields, _ in CONSTRAINTS])
+def test_a_format_under_each_name(client: httpx.Client, wanted: dict[str, Any], text: str) -> None:
+    more = {**wanted, "max_tokens": 40}
     chat = client.post("/v1/chat/completions", json={**CHAT, **more}).json()["choices"][0]["message"]
     plain = client.post("/v1/completions", json={**TEXT, **more}).json()["choices"][0]
-    assert [one.strip() for one in (chat["content"], plain["text"])] == [text, text]
+    assert [answer.strip() for answer in (chat["content"], plain["text"])] == [text, text]
 
 
 def test_two_formats_are_refused(client: httpx.Client) -> None:
@@ -480,14 +486,14 @@ def test_two_formats_are_refused(client: httpx.Client) -> None:
 def test_a_regex_that_grows_too_complex_is_the_requests_fault(
     client: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    given = {
+    request = {
         **body,
         "regex": "(.{1,100}[abc].{1,100}){100}",
         "max_tokens": 200,
         "temperature": 2.0,
         "seed": 1,
     }
-    answer = client.post(path, json=given)
+    answer = client.post(path, json=request)
     assert answer.status_code == 400, answer.text
     assert "the grammar stopped after" in answer.json()["error"]["message"]
 
@@ -497,18 +503,18 @@ def test_token_ids(client: httpx.Client, engine: lp.Engine) -> None:
     asked = {"return_token_ids": True, "logprobs": 1, "return_tokens_as_token_ids": True}
     choice = client.post("/v1/completions", json={**TEXT, **asked}).json()["choices"][0]
     assert choice["prompt_token_ids"] == vocab.tokenize(TEXT["prompt"])
-    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
     assert vocab.detokenize(choice["token_ids"]) == choice["text"]
     streamed = events(client.post("/v1/completions", json={**TEXT, **asked, "stream": True}))
     assert ids(streamed) == choice["token_ids"]
     assert streamed[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
     answer = client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True}).json()
     assert answer["prompt_token_ids"] == engine.model.tokenize_chat(HELLO)
-    made = events(
+    received = events(
         client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True, "stream": True})
     )
-    assert made[0]["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"]
-    assert ids(made) == answer["choices"][0]["token_ids"]
+    assert received[0]["choices"][0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert ids(received) == answer["choices"][0]["token_ids"]
 
 
 def test_prompt_logprobs(client: httpx.Client, engine: lp.Engine) -> None:
@@ -518,7 +524,7 @@ def test_prompt_logprobs(client: httpx.Client, engine: lp.Engine) -> None:
     assert len(scores) == len(tokens) and scores[0] is None
     for token, entry in zip(tokens[1:], scores[1:], strict=True):
         assert len(entry) in (2, 3) and entry[str(token)]["logprob"] <= 0
-        assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
+        assert sorted(ranked["rank"] for ranked in entry.values() if ranked["rank"]) == [1, 2]
 
 
 def test_the_last_tokens_of_a_prompt(client: httpx.Client) -> None:
@@ -534,16 +540,16 @@ def test_the_last_tokens_of_a_prompt(client: httpx.Client) -> None:
 
 def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "I am"}]
-    given = {**CHAT, "messages": begun, "add_generation_prompt": False, "continue_final_message": True}
-    answer = client.post("/v1/chat/completions", json=given).json()["choices"][0]["message"]["content"]
+    request = {**CHAT, "messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    answer = client.post("/v1/chat/completions", json=request).json()["choices"][0]["message"]["content"]
     params = lp.SamplingParams(temperature=0, max_tokens=4)
     assert answer == engine.chat(begun, params, continue_last=True).content
     for wrong in ({"add_generation_prompt": True}, {"continue_final_message": False}):
-        assert client.post("/v1/chat/completions", json={**given, **wrong}).status_code == 400
+        assert client.post("/v1/chat/completions", json={**request, **wrong}).status_code == 400
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
+    ("unsupported", "hint"),
     [
         ({"skip_special_tokens": False}, "return_token_ids"),
         ({"prompt_logprobs": 1}, "/v1/completions"),
@@ -556,9 +562,9 @@ def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None
     ],
 )
 def test_what_cannot_be_done_names_the_nearest(
-    client: httpx.Client, given: dict[str, Any], hint: str
+    client: httpx.Client, unsupported: dict[str, Any], hint: str
 ) -> None:
-    answer = client.post("/v1/chat/completions", json={**CHAT, **given})
+    answer = client.post("/v1/chat/completions", json={**CHAT, **unsupported})
     assert answer.status_code == 400
     assert hint in answer.json()["error"]["message"]
 
@@ -570,21 +576,21 @@ def test_efforts_and_reasoning(tmp_path: Path) -> None:
                 client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": effort}).status_code
                 == 200
             )
-            given = {"model": "demo", "input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}
-            assert client.post("/v1/responses", json=given).status_code == 200
+            request = {"model": "demo", "input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}
+            assert client.post("/v1/responses", json=request).status_code == 200
         error = client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": "most"}).json()["error"]
         assert "max" in error["message"]
         for stream in (False, True):
             for wanted in (True, False):
-                given = {**CHAT, "max_tokens": 60, "include_reasoning": wanted, "stream": stream}
-                answer = client.post("/v1/chat/completions", json=given)
+                request = {**CHAT, "max_tokens": 60, "include_reasoning": wanted, "stream": stream}
+                answer = client.post("/v1/chat/completions", json=request)
                 assert ("reasoning_content" in answer.text, "Yes." in answer.text or stream) == (wanted, True)
 
 
 # ---- Anthropic's API: Claude Code, litellm
 def test_claude_code(tmp_path: Path) -> None:
     with saying(tmp_path, call("Bash", {"cmd": "ls"})) as client:
-        given = {
+        request = {
             "model": "demo",
             "max_tokens": 200,
             "stream": None,
@@ -608,12 +614,12 @@ def test_claude_code(tmp_path: Path) -> None:
             "thinking": {"type": "adaptive"},
             "service_tier": "auto",
         }
-        answer = client.post("/v1/messages?beta=true", json=given)
+        answer = client.post("/v1/messages?beta=true", json=request)
         assert answer.status_code == 200, answer.text
         assert answer.headers[UNUSED] == "context_management, metadata, tools.web_search"
         (block,) = answer.json()["content"]
         assert (block["name"], block["input"]) == ("Bash", {"cmd": "ls"})
-        count = {key: given[key] for key in ("model", "messages", "system", "tools")}
+        count = {key: request[key] for key in ("model", "messages", "system", "tools")}
         n = client.post("/v1/messages/count_tokens", json=count).json()["input_tokens"]
         assert n == answer.json()["usage"]["input_tokens"] + answer.json()["usage"]["cache_read_input_tokens"]
 
@@ -624,10 +630,10 @@ def test_documents_of_text(client: httpx.Client) -> None:
         "title": "T",
         "source": {"type": "text", "data": "A fox.", "media_type": "text/plain"},
     }
-    given = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": [document]}]}
-    assert client.post("/v1/messages", json=given).status_code == 200
+    request = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": [document]}]}
+    assert client.post("/v1/messages", json=request).status_code == 200
     document["source"] = {"type": "base64", "data": ""}
-    error = client.post("/v1/messages", json=given).json()["error"]
+    error = client.post("/v1/messages", json=request).json()["error"]
     assert "must hold text" in error["message"]
 
 
@@ -654,8 +660,8 @@ def test_the_oldest_turns_are_dropped(client: httpx.Client, engine: lp.Engine) -
         ("/v1/chat/completions", {**CHAT, "messages": talk, "max_tokens": 8}),
         ("/v1/responses", {"model": "demo", "input": talk, "max_output_tokens": 8, "temperature": 0}),
     ):
-        for given in ({}, {"truncation": "disabled"}, {"truncation": None}):
-            answer = client.post(path, json={**body, **given})
+        for truncation in ({}, {"truncation": "disabled"}, {"truncation": None}):
+            answer = client.post(path, json={**body, **truncation})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         done = client.post(path, json={**body, "truncation": "auto"}).json()
         usage = done["usage"]
@@ -671,8 +677,8 @@ def test_offsets_split_a_prompt_between_its_characters(
     client: httpx.Client, engine: lp.Engine, context: str, continuation: str
 ) -> None:
     """A character may have several tokens; those before the split belong to the context, and no others."""
-    given = {**TEXT, "prompt": context + continuation, "logprobs": 1, "echo": True, "max_tokens": 1}
-    offsets = client.post("/v1/completions", json=given).json()["choices"][0]["logprobs"]["text_offset"]
+    request = {**TEXT, "prompt": context + continuation, "logprobs": 1, "echo": True, "max_tokens": 1}
+    offsets = client.post("/v1/completions", json=request).json()["choices"][0]["logprobs"]["text_offset"]
     vocab = engine.model.vocab
     pieces = [vocab.piece(token) for token in engine.model.tokenize(context + continuation)[1:]]
     n_before = sum(offset < len(context) for offset in offsets)

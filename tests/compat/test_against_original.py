@@ -49,20 +49,20 @@ def without_ids(answer: Any) -> Any:
     if isinstance(answer, dict):
         return {k: without_ids(v) for k, v in answer.items() if k not in ("id", "created")}
     if isinstance(answer, list):
-        return [without_ids(one) for one in answer]
+        return [without_ids(item) for item in answer]
     return pytest.approx(answer, abs=0.02) if isinstance(answer, float) else answer
 
 
-def is_near_tie(llm: Any, prompt: str, mine: Any, other: Any, given: dict[str, Any]) -> bool:
+def is_near_tie(llm: Any, prompt: str, mine: Any, other: Any, options: dict[str, Any]) -> bool:
     """Whether two answers part at tokens of nearly the same probability: the two libraries round differently."""
     texts = [
-        answer["choices"][0]["text"].removeprefix(prompt if given.get("echo") else "")
+        answer["choices"][0]["text"].removeprefix(prompt if options.get("echo") else "")
         for answer in (mine, other)
     ]
     n_shared = next(i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b)
-    found = llm(prompt, **{**given, "echo": False, "logprobs": 5})["choices"][0]["logprobs"]
+    probabilities = llm(prompt, **{**options, "echo": False, "logprobs": 5})["choices"][0]["logprobs"]
     text = ""
-    for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+    for token, top in zip(probabilities["tokens"], probabilities["top_logprobs"], strict=True):
         if len(text + token) > n_shared:
             logprobs = [logprob for piece, logprob in top.items() if texts[1].startswith(text + piece)]
             return bool(logprobs) and max(top.values()) - max(logprobs) < 0.05
@@ -96,14 +96,14 @@ class TestCompletions:
     @pytest.mark.parametrize("prompt", PROMPTS)
     def test_greedy(self, ours: Any, theirs: Any, prompt: str) -> None:
         for options in ({}, {"max_tokens": 40}, {"echo": True}, {"stop": ["e", "\n"]}):
-            given = {**GREEDY, **options}
-            mine, other = without_ids(ours(prompt, **given)), without_ids(theirs(prompt, **given))
-            assert mine == other or is_near_tie(ours, prompt, mine, other, given), options
+            arguments = {**GREEDY, **options}
+            mine, other = without_ids(ours(prompt, **arguments)), without_ids(theirs(prompt, **arguments))
+            assert mine == other or is_near_tie(ours, prompt, mine, other, arguments), options
 
     def test_log_probabilities(self, ours: Any, theirs: Any) -> None:
         for echo in (False, True):
-            given = {**GREEDY, "logprobs": 3, "max_tokens": 8, "echo": echo}
-            mine, original = ours(PROMPTS[0], **given), theirs(PROMPTS[0], **given)
+            arguments = {**GREEDY, "logprobs": 3, "max_tokens": 8, "echo": echo}
+            mine, original = ours(PROMPTS[0], **arguments), theirs(PROMPTS[0], **arguments)
             got, expected = mine["choices"][0]["logprobs"], original["choices"][0]["logprobs"]
             for name in ("tokens", "text_offset"):
                 assert got[name] == expected[name]
@@ -115,10 +115,10 @@ class TestCompletions:
             ]
 
     def test_streams(self, ours: Any, theirs: Any) -> None:
-        given = {**GREEDY, "max_tokens": 30, "stream": True}
-        mine, original = list(ours(PROMPTS[0], **given)), list(theirs(PROMPTS[0], **given))
-        assert "".join(one["choices"][0]["text"] for one in mine) == "".join(
-            one["choices"][0]["text"] for one in original
+        arguments = {**GREEDY, "max_tokens": 30, "stream": True}
+        mine, original = list(ours(PROMPTS[0], **arguments)), list(theirs(PROMPTS[0], **arguments))
+        assert "".join(chunk["choices"][0]["text"] for chunk in mine) == "".join(
+            chunk["choices"][0]["text"] for chunk in original
         )
         assert without_ids(mine[-1]) == without_ids(original[-1])
         assert without_ids(mine[0]) == without_ids(original[0])
@@ -131,8 +131,8 @@ class TestCompletions:
         )
         assert without_ids(mine) == without_ids(original)
         bias = dict.fromkeys(ours.tokenize(b"zoo", add_bos=False), 50.0)
-        given = {**GREEDY, "logit_bias": bias}
-        assert without_ids(ours(PROMPTS[0], **given)) == without_ids(theirs(PROMPTS[0], **given))
+        arguments = {**GREEDY, "logit_bias": bias}
+        assert without_ids(ours(PROMPTS[0], **arguments)) == without_ids(theirs(PROMPTS[0], **arguments))
 
     def test_processors_and_criteria_see_the_same(self, ours: Any, theirs: Any) -> None:
         def run(llm: Any, processors: Any, criteria: Any) -> tuple[Any, list[Any]]:
@@ -146,8 +146,8 @@ class TestCompletions:
             def long_enough(ids: Any, scores: Any) -> bool:
                 return len(ids) > 20 and scores.shape == (llm.n_vocab(),)
 
-            given = {"logits_processor": processors([forbid_last]), "max_tokens": 40}
-            done = llm(PROMPTS[0], stopping_criteria=criteria([long_enough]), **given, **GREEDY)
+            arguments = {"logits_processor": processors([forbid_last]), "max_tokens": 40}
+            done = llm(PROMPTS[0], stopping_criteria=criteria([long_enough]), **arguments, **GREEDY)
             return without_ids(done), seen
 
         mine = run(ours, LogitsProcessorList, StoppingCriteriaList)
@@ -176,16 +176,18 @@ class TestNames:
 
     @pytest.mark.parametrize("pooling", [-1, 0, 1, 3])
     def test_shapes_of_embeddings(self, pooling: int) -> None:
-        found = []
+        shapes = []
         for library in (compat, llama_cpp):
             llm = library.Llama(
                 str(lp.demo_model_path()), embedding=True, pooling_type=pooling, verbose=False
             )
             vectors, n = llm.embed(["hello there", "a"], return_count=True)
-            one = llm.create_embedding("a")["data"][0]["embedding"]
-            found.append((llm.pooling_type(), [np.shape(vector) for vector in vectors], n, np.shape(one)))
+            embedding = llm.create_embedding("a")["data"][0]["embedding"]
+            shapes.append(
+                (llm.pooling_type(), [np.shape(vector) for vector in vectors], n, np.shape(embedding))
+            )
             llm.close()
-        assert found[0] == found[1]
+        assert shapes[0] == shapes[1]
 
 
 class TestLowLevel:
@@ -193,12 +195,12 @@ class TestLowLevel:
         tokens = ours.tokenize(b"Once upon a time")
 
         def first(llm: Any, n: int) -> list[int]:
-            found = []
+            generated = []
             for token in llm.generate(list(tokens), temp=0.0, repeat_penalty=1.0):
-                found.append(token)
-                if len(found) == n:
+                generated.append(token)
+                if len(generated) == n:
                     break
-            return found
+            return generated
 
         assert first(ours, 12) == first(theirs, 12)
 
@@ -272,14 +274,18 @@ class TestChats:
             theirs = [
                 m | {"role": "bot"} if name == "saiga" and m["role"] == "assistant" else m for m in messages
             ]
-            made = getattr(llama_chat_format, original)(theirs)
-            assert FORMATS[name].render(messages) == made.prompt
+            expected = getattr(llama_chat_format, original)(theirs)
+            assert FORMATS[name].render(messages) == expected.prompt
             assert list(FORMATS[name].stop) == (
-                [] if made.stop is None else [made.stop] if isinstance(made.stop, str) else made.stop
+                []
+                if expected.stop is None
+                else [expected.stop]
+                if isinstance(expected.stop, str)
+                else expected.stop
             )
 
     def test_the_models_template(self, ours: Any, theirs: Any) -> None:
-        given: dict[str, Any] = {"messages": list(self.MESSAGES), "max_tokens": 12, "temperature": 0.0}
-        mine, original = ours.create_chat_completion(**given), theirs.create_chat_completion(**given)
+        arguments: dict[str, Any] = {"messages": list(self.MESSAGES), "max_tokens": 12, "temperature": 0.0}
+        mine, original = ours.create_chat_completion(**arguments), theirs.create_chat_completion(**arguments)
         assert without_ids(mine)["choices"][0]["message"] == without_ids(original)["choices"][0]["message"]
         assert mine["usage"] == original["usage"]

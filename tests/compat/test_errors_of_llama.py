@@ -29,12 +29,12 @@ def llm() -> Iterator[Any]:
 
 
 class TestChats:
-    @pytest.mark.parametrize("given", [{}, {"tool_choice": "auto"}, {"tool_choice": "weather"}])
-    def test_tools_without_a_place_in_the_template(self, llm: Any, given: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("options", [{}, {"tool_choice": "auto"}, {"tool_choice": "weather"}])
+    def test_tools_without_a_place_in_the_template(self, llm: Any, options: dict[str, Any]) -> None:
         with pytest.raises(
             ValueError, match=r"pass chat_format='chatml-function-calling', or a chat_template"
         ):
-            llm.create_chat_completion(HELLO, tools=[TOOL], max_tokens=2, **given)
+            llm.create_chat_completion(HELLO, tools=[TOOL], max_tokens=2, **options)
         assert llm.create_chat_completion(HELLO, tools=[TOOL], tool_choice="none", max_tokens=2)["choices"]
 
     def test_the_chat_format_that_the_message_names(self) -> None:
@@ -53,10 +53,12 @@ class TestChats:
                 ):
                     list(llm.create_chat_completion(messages, stream=stream))
 
-    @pytest.mark.parametrize("given", [{"schema": {}}, {"json_schema": 5}, {"json_schema": {"name": "x"}}])
-    def test_a_schema_in_the_wrong_place(self, llm: Any, given: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "misplaced", [{"schema": {}}, {"json_schema": 5}, {"json_schema": {"name": "x"}}]
+    )
+    def test_a_schema_in_the_wrong_place(self, llm: Any, misplaced: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"json_schema needs \{'type': 'json_schema', 'json_schema': "):
-            llm.create_chat_completion(HELLO, response_format={"type": "json_schema", **given})
+            llm.create_chat_completion(HELLO, response_format={"type": "json_schema", **misplaced})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,11 @@ def test_calls_after_close(call: Callable[[Any], Any]) -> None:
 
 class TestLogitsProcessors:
     @pytest.mark.parametrize(
-        "wrap", [lambda one: one, lambda one: LogitsProcessorList([one, lambda ids, scores: scores * 2])]
+        "wrap",
+        [
+            lambda processor: processor,
+            lambda processor: LogitsProcessorList([processor, lambda ids, scores: scores * 2]),
+        ],
     )
     def test_one_that_returns_nothing(self, llm: Any, wrap: Any) -> None:
         with pytest.raises(TypeError, match="the logits processor returned None; return the scores"):
@@ -119,9 +125,9 @@ class TestLogitsProcessors:
 )
 @pytest.mark.parametrize(("value", "kind"), [("7", "str"), ([], "list"), (1.5, "float"), (True, "bool")])
 def test_options_that_are_no_integers(name: str, value: Any, kind: str) -> None:
-    given: dict[str, Any] = {name: value}
+    options: dict[str, Any] = {name: value}
     with pytest.raises(TypeError, match=f"^{name} must be an integer, not {kind}$"):
-        Llama(lp.demo_model_path(), **given)
+        Llama(lp.demo_model_path(), **options)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +184,14 @@ class TestTokenizer:
 @pytest.mark.parametrize("method", ["create_completion", "create_chat_completion"])
 def test_messages_quote_a_piece_of_a_long_value(llm: Any, method: str) -> None:
     call = getattr(llm, method)
-    given = {"prompt": "a"} if method == "create_completion" else {"messages": HELLO}
+    arguments = {"prompt": "a"} if method == "create_completion" else {"messages": HELLO}
     long = "x" * 100_000
     values = (long, {long: 1}, [long], [{"type": long}], {"type": "function", "function": {"name": long}})
     said: list[tuple[str, str]] = []
     for name in inspect.signature(call).parameters:
         for value in values:
             try:
-                call(**{**given, "max_tokens": 1, name: value})
+                call(**{**arguments, "max_tokens": 1, name: value})
             except (TypeError, ValueError) as e:
                 said.append((name, str(e)))
     assert len(said) > 100

@@ -68,13 +68,13 @@ class TestThreads:
         prompts = [f"Tale {i}" for i in range(64)]
         expected = [llm(prompt, **GREEDY)["choices"][0]["text"] for prompt in prompts]
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda prompt: llm(prompt, **GREEDY)["choices"][0]["text"], prompts))
+            texts = list(pool.map(lambda prompt: llm(prompt, **GREEDY)["choices"][0]["text"], prompts))
         # Batches of other shapes round differently; nearly all texts are the same.
-        assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 60
+        assert sum(a == b for a, b in zip(texts, expected, strict=True)) >= 60
         assert llm.engine.stats().n_requests >= 128
 
     def test_each_thread_has_a_sequence(self, llm: Any) -> None:
-        def one(i: int) -> tuple[int, list[int]]:
+        def evaluate(i: int) -> tuple[int, list[int]]:
             llm.reset()
             llm.eval(llm.tokenize(f"Tale {i}".encode()))
             for _ in range(5):
@@ -82,7 +82,7 @@ class TestThreads:
             return llm.n_tokens, llm.input_ids.tolist()
 
         with ThreadPoolExecutor(4) as pool:
-            for i, (n, ids) in enumerate(pool.map(one, range(12))):
+            for i, (n, ids) in enumerate(pool.map(evaluate, range(12))):
                 prompt = llm.tokenize(f"Tale {i}".encode())
                 assert (n, ids[: len(prompt)]) == (len(prompt) + 5, prompt)
 
@@ -114,10 +114,10 @@ def test_any_evaluated_position_can_be_sampled() -> None:
         prompt = llama.tokenize(b"Once upon a time, there was")
         llama.eval(prompt)
         for idx in (0, len(prompt) // 2, len(prompt) - 1):
-            found = llama.sample(temp=0.0, idx=idx)
+            token = llama.sample(temp=0.0, idx=idx)
             params = lp.SamplingParams(max_tokens=1, temperature=0)
-            assert found == llama.engine.generate(prompt[: idx + 1], params).token_ids[0]
-        assert found == llama.sample(temp=0.0) and llama.n_tokens == len(prompt)
+            assert token == llama.engine.generate(prompt[: idx + 1], params).token_ids[0]
+        assert token == llama.sample(temp=0.0) and llama.n_tokens == len(prompt)
         for idx in (-1, len(prompt)):
             with pytest.raises(ValueError, match=f"idx is {idx}, and {len(prompt)} tokens were evaluated"):
                 llama.sample(temp=0.0, idx=idx)
@@ -134,8 +134,8 @@ class TestOptions:
         with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
             params = lp.SamplingParams(adapter={model.load_adapter(file): 0.5}, **wanted)
             expected = engine.generate("Once upon a time", params)
-        given: dict[str, Any] = {"lora_path": str(file), "verbose": False}
-        with closing(Llama(str(lp.demo_model_path()), n_ctx=64, lora_scale=0.5, **given)) as llama:
+        arguments: dict[str, Any] = {"lora_path": str(file), "verbose": False}
+        with closing(Llama(str(lp.demo_model_path()), n_ctx=64, lora_scale=0.5, **arguments)) as llama:
             assert llama("Once upon a time", **wanted)["choices"][0]["text"] == expected.text
             llama.eval(llama.tokenize(b"Once upon a time"))
             assert llama.sample(temp=0) == expected.token_ids[0]
@@ -149,16 +149,16 @@ class TestOptions:
             ({"lora_base": "m.gguf"}, "lora_base"),
         ):
             with pytest.raises(ValueError, match=message):
-                Llama(str(lp.demo_model_path()), **given, **more)
+                Llama(str(lp.demo_model_path()), **arguments, **more)
 
     @pytest.mark.parametrize("name", list(options.REFUSED))
     def test_what_cannot_be_honoured_is_refused(self, name: str) -> None:
         nothing = options.REFUSED[name][0]
         other: Any = not nothing if isinstance(nothing, bool) else 7
-        given: Any = {name: nothing}
+        arguments: Any = {name: nothing}
         with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
-            Llama(lp.demo_model_path(), **given | {name: other})
-        Llama(lp.demo_model_path(), vocab_only=True, **given).close()
+            Llama(lp.demo_model_path(), **arguments | {name: other})
+        Llama(lp.demo_model_path(), vocab_only=True, **arguments).close()
 
     def test_a_draft_model(self, demo: lp.Model) -> None:
         for draft in (str(lp.demo_model_path()), demo):
@@ -167,7 +167,7 @@ class TestOptions:
                 llm("Once upon a time", max_tokens=8)
 
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("arguments", "message"),
         [
             ({"chat_format": "nonsense"}, "must be one of"),
             ({"chat_format": "functionary"}, "not supported"),
@@ -178,9 +178,9 @@ class TestOptions:
             ({"n_ctx": -1}, "n_ctx"),
         ],
     )
-    def test_bad_values(self, given: dict[str, Any], message: str) -> None:
+    def test_bad_values(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            Llama(lp.demo_model_path(), **given)
+            Llama(lp.demo_model_path(), **arguments)
 
     def test_unknown_options_are_errors(self) -> None:
         with pytest.raises(TypeError, match="n_cttx"):
@@ -188,7 +188,7 @@ class TestOptions:
 
     def test_what_older_programs_give(self) -> None:
         """LangChain's ChatLlamaCpp always gives these; its LlamaCppEmbeddings, another f16_kv and a device."""
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "n_parts": -1,
             "f16_kv": True,
             "device": None,
@@ -196,41 +196,41 @@ class TestOptions:
             "rope_freq_base": 10000.0,
         }
         for both in (True, False):
-            Llama(lp.demo_model_path(), **given | {"f16_kv": both}).close()
+            Llama(lp.demo_model_path(), **arguments | {"f16_kv": both}).close()
         for name, other in (("f16_kv", 7), ("n_parts", 2), ("device", "cuda")):
             with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
-                Llama(lp.demo_model_path(), **given | {name: other})
+                Llama(lp.demo_model_path(), **arguments | {name: other})
 
     def test_positions_are_scaled(self) -> None:
-        def text(**given: Any) -> str:
-            with Llama(lp.demo_model_path(), n_ctx=256, **given) as llama:
+        def text(**arguments: Any) -> str:
+            with Llama(lp.demo_model_path(), n_ctx=256, **arguments) as llama:
                 return str(llama("Once upon a time", max_tokens=24, temperature=0)["choices"][0]["text"])
 
         own = text()
         assert text(rope_freq_base=10000.0, rope_freq_scale=1.0, yarn_beta_fast=32.0) == own
         changed: list[dict[str, Any]] = [{"rope_freq_base": 300.0}, {"rope_freq_scale": 0.1}]
-        assert len({own, *(text(**given) for given in changed)}) == 3
+        assert len({own, *(text(**arguments) for arguments in changed)}) == 3
 
     def test_memory_is_that_of_one_request_when_contexts_are_large(self) -> None:
         with Llama(lp.demo_model_path(), n_ctx=512) as small, Llama(lp.demo_model_path(), n_ctx=0) as large:
             assert small.engine.n_ctx == 512
             assert large.n_ctx() == large.lp_model.n_ctx_train
-        given = {"n_seq_max": 8, "n_cells": None, "n_batch": 512, "n_ubatch": 512, "flash_attn": False}
-        given |= {"n_threads": None, "n_threads_batch": None, "type_k": 8, "type_v": None}
-        given |= {"rope_scaling_type": 2, "yarn_orig_ctx": 8192}
-        made = options.engine_options(given, 32768)
-        assert (made["n_cells"], made["type_k"]) == (32768, "q8_0")
-        assert (made["rope_scaling"], made["yarn_orig_ctx"]) == ("yarn", 8192)
-        assert options.engine_options(given, 1024)["n_cells"] is None
+        arguments = {"n_seq_max": 8, "n_cells": None, "n_batch": 512, "n_ubatch": 512, "flash_attn": False}
+        arguments |= {"n_threads": None, "n_threads_batch": None, "type_k": 8, "type_v": None}
+        arguments |= {"rope_scaling_type": 2, "yarn_orig_ctx": 8192}
+        engine_options = options.engine_options(arguments, 32768)
+        assert (engine_options["n_cells"], engine_options["type_k"]) == (32768, "q8_0")
+        assert (engine_options["rope_scaling"], engine_options["yarn_orig_ctx"]) == ("yarn", 8192)
+        assert options.engine_options(arguments, 1024)["n_cells"] is None
 
     @pytest.mark.parametrize(
-        "given", [{"tfs_z": 0.5}, {"stop": [5]}, {"grammar": "root ::= "}, {"top_p": -1}]
+        "arguments", [{"tfs_z": 0.5}, {"stop": [5]}, {"grammar": "root ::= "}, {"top_p": -1}]
     )
-    def test_bad_sampling(self, llm: Any, given: dict[str, Any]) -> None:
+    def test_bad_sampling(self, llm: Any, arguments: dict[str, Any]) -> None:
         with pytest.raises((TypeError, ValueError)):
-            llm("a", **given)
+            llm("a", **arguments)
         with pytest.raises((TypeError, ValueError)):
-            llm.create_chat_completion(MESSAGES, **given)
+            llm.create_chat_completion(MESSAGES, **arguments)
 
     def test_seeds(self) -> None:
         def texts(seed: int) -> list[str]:
@@ -262,16 +262,16 @@ class TestChats:
     def test_a_forced_tool(self, chat_format: str | None, stream: bool) -> None:
         llm: Any
         with Llama(lp.demo_model_path(), n_ctx=1024, chat_format=chat_format) as llm:
-            given: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "temperature": 0.0}
-            given["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
+            arguments: dict[str, Any] = {"tools": [TOOL], "max_tokens": 200, "temperature": 0.0}
+            arguments["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
             if stream:
-                parts = list(llm.create_chat_completion(MESSAGES, stream=True, **given))
+                parts = list(llm.create_chat_completion(MESSAGES, stream=True, **arguments))
                 calls = [call for part in parts for call in part["choices"][0]["delta"].get("tool_calls", [])]
                 assert calls[0]["function"]["name"] == "UserDetail"
                 text = "".join(call["function"]["arguments"] for call in calls)
                 reason = parts[-1]["choices"][0]["finish_reason"]
             else:
-                choice = llm.create_chat_completion(MESSAGES, **given)["choices"][0]
+                choice = llm.create_chat_completion(MESSAGES, **arguments)["choices"][0]
                 (call,) = choice["message"]["tool_calls"]
                 assert choice["message"]["content"] is None
                 text, reason = call["function"]["arguments"], choice["finish_reason"]
@@ -284,10 +284,10 @@ class TestChats:
         """The call is left out, and no part of it is content."""
         llm: Any
         with Llama(lp.demo_model_path(), n_ctx=1024, chat_format=chat_format) as llm:
-            given: dict[str, Any] = {"tools": [TOOL], "temperature": 0.0, "stream": stream}
-            given["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
+            arguments: dict[str, Any] = {"tools": [TOOL], "temperature": 0.0, "stream": stream}
+            arguments["tool_choice"] = {"type": "function", "function": {"name": "UserDetail"}}
             for n in (1, 4, 14):
-                answer = llm.create_chat_completion(MESSAGES, max_tokens=n, **given)
+                answer = llm.create_chat_completion(MESSAGES, max_tokens=n, **arguments)
                 if stream:
                     parts = [part["choices"][0] for part in answer]
                     assert not any("content" in part["delta"] for part in parts)
@@ -304,8 +304,10 @@ class TestChats:
         )
         path = tmp_path / "template.jinja"
         path.write_text(source)
-        for given in (source, path):
-            with Llama(lp.demo_model_path(), chat_template=given, template_args={"word": " So"}) as llm:
+        for chat_template in (source, path):
+            with Llama(
+                lp.demo_model_path(), chat_template=chat_template, template_args={"word": " So"}
+            ) as llm:
                 prompt = "[user] Extract Jason is 25 years old\n[assistant] So"
                 assert llm.create_chat_completion(MESSAGES, max_tokens=1)["usage"]["prompt_tokens"] == len(
                     llm.tokenize(prompt.encode())
@@ -329,8 +331,8 @@ class TestChats:
                 {"response_format": {"type": "json_object", "schema": schema}},
                 {"grammar": LlamaGrammar.from_json_schema(json.dumps(schema))},
             ]
-            for given in kinds:
-                answer = llm.create_chat_completion(MESSAGES, max_tokens=200, **given)
+            for arguments in kinds:
+                answer = llm.create_chat_completion(MESSAGES, max_tokens=200, **arguments)
                 assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"name", "age"}
 
     def test_objects_are_closed_as_in_the_original(self) -> None:
@@ -346,12 +348,19 @@ class TestChats:
         assert schema_of({"type": "json_object"}) == {"type": "object"}
 
     def test_streams_are_the_whole(self, llm: Any) -> None:
-        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
-        whole = llm.create_chat_completion(MESSAGES, **given)["choices"][0]
-        parts = [one["choices"][0] for one in llm.create_chat_completion(MESSAGES, stream=True, **given)]
+        arguments: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": 30,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        whole = llm.create_chat_completion(MESSAGES, **arguments)["choices"][0]
+        parts = [
+            chunk["choices"][0] for chunk in llm.create_chat_completion(MESSAGES, stream=True, **arguments)
+        ]
         assert parts[0]["delta"] == {"role": "assistant"}
-        assert "".join(one["delta"].get("content", "") for one in parts) == whole["message"]["content"]
-        entries = [entry for one in parts if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert "".join(chunk["delta"].get("content", "") for chunk in parts) == whole["message"]["content"]
+        entries = [entry for chunk in parts if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
         assert [entry["token"] for entry in entries] == [e["token"] for e in whole["logprobs"]["content"]]
         assert parts[-1]["finish_reason"] == whole["finish_reason"]
 
@@ -364,7 +373,7 @@ class TestChats:
     def test_what_a_format_cannot_write(self) -> None:
         llm: Any
         with Llama(lp.demo_model_path(), chat_format="chatml") as llm:
-            for messages, given, message in (
+            for messages, arguments, message in (
                 ([{"role": "tool", "content": "x"}], {}, "role 'tool'"),
                 ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "text only"),
                 (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "no tool calls"),
@@ -372,7 +381,7 @@ class TestChats:
                 (MESSAGES, {"tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, "the tools are"),
             ):
                 with pytest.raises(ValueError, match=message):
-                    llm.create_chat_completion(messages, **given)
+                    llm.create_chat_completion(messages, **arguments)
 
 
 class TestEmbeddings:
@@ -384,7 +393,7 @@ class TestEmbeddings:
         assert np.allclose(vectors, expected, atol=1e-4)
         assert np.allclose(bert.embed(texts[0]), expected[0], atol=1e-4)
         answer = bert.create_embedding(texts)
-        assert [one["index"] for one in answer["data"]] == [0, 1]
+        assert [entry["index"] for entry in answer["data"]] == [0, 1]
         assert answer["usage"]["prompt_tokens"] == n
         assert len(bert.create_embedding("hello")["data"][0]["embedding"]) == bert.n_embd()
         assert np.linalg.norm(bert.embed("hello", normalize=True)) == pytest.approx(1, abs=1e-5)

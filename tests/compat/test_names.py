@@ -42,8 +42,8 @@ class TestConstants:
             {"split_mode": compat.LLAMA_SPLIT_MODE_NONE},
             {"rope_scaling_type": compat.LLAMA_ROPE_SCALING_TYPE_UNSPECIFIED},
         ]
-        for given in options:
-            Llama(lp.demo_model_path(), vocab_only=True, **given).close()
+        for arguments in options:
+            Llama(lp.demo_model_path(), vocab_only=True, **arguments).close()
         with pytest.raises(
             ValueError, match="rope_scaling is 'yarn', and neither rope_freq_scale nor the file"
         ):

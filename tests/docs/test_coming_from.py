@@ -39,12 +39,12 @@ def code(cells: list[str]) -> str:
 @pytest.fixture(scope="module")
 def options() -> set[str]:
     """The options of all commands."""
-    found: set[str] = set()
+    names: set[str] = set()
     for action in _parser()._actions:
         for command in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
-            found |= set(command._option_string_actions)
-    assert "--n-seq-max" in found
-    return found
+            names |= set(command._option_string_actions)
+    assert "--n-seq-max" in names
+    return names
 
 
 @pytest.fixture(scope="module")

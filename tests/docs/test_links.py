@@ -39,13 +39,13 @@ def anchor_of(heading: str) -> str:
 
 def anchors(page: Path) -> set[str]:
     """All anchors of a page; a repeated heading gets a number."""
-    found: set[str] = set()
+    seen: set[str] = set()
     for heading in re.findall(r"^#{1,6} (.*)$", prose(page), re.MULTILINE):
         anchor, n = anchor_of(heading), 0
-        while (name := f"{anchor}-{n}" if n else anchor) in found:
+        while (name := f"{anchor}-{n}" if n else anchor) in seen:
             n += 1
-        found.add(name)
-    return found
+        seen.add(name)
+    return seen
 
 
 def names(pages: list[Path]) -> list[str]:

@@ -26,13 +26,13 @@ def architecture() -> str:
 
 def words() -> set[str]:
     """Every identifier of the sources: the package, its tests, tools and benchmarks."""
-    found: set[str] = set()
+    identifiers: set[str] = set()
     for folder in ("llamapipe", "tests", "tools", "benchmarks"):
         for suffix in ("py", "h", "hpp", "cpp"):
             for path in (ROOT / folder).rglob(f"*.{suffix}"):
                 if path != Path(__file__):
-                    found |= set(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
-    return found
+                    identifiers |= set(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
+    return identifiers
 
 
 def is_path(name: str) -> bool:

@@ -33,8 +33,8 @@ PROMPTS = [
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path) as made:
-        yield made
+    with Cluster(tmp_path) as running:
+        yield running
 
 
 def stream(
@@ -91,7 +91,9 @@ def test_streams_survive_the_death_of_a_worker(cluster: Cluster) -> None:
     assert exit_status == [-signal.SIGKILL]
     assert disturbed == undisturbed
     counted = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics").text)
-    moved = [one.value for f in counted for one in f.samples if one.name.endswith("model_migration_total")]
+    moved = [
+        sample.value for f in counted for sample in f.samples if sample.name.endswith("model_migration_total")
+    ]
     assert sum(moved) >= 1  # the dead worker had requests, and the other one continued them
 
 
@@ -106,10 +108,10 @@ def test_answers_are_those_of_the_engine(cluster: Cluster) -> None:
     assert answer["choices"][0]["text"] == completion.text
     assert answer["choices"][0]["finish_reason"] == completion.finish_reason == "length"
     assert answer["usage"]["completion_tokens"] == completion.n_completion_tokens
-    given = answer["choices"][0]["logprobs"]
+    logprobs = answer["choices"][0]["logprobs"]
     assert completion.logprobs is not None
     expected = [entry.logprob for entry in completion.logprobs]
-    assert given["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+    assert logprobs["token_logprobs"] == pytest.approx(expected, abs=1e-3)
     answer = cluster.complete("/v1/chat/completions", messages=messages, **GREEDY).json()
     assert answer["choices"][0]["message"]["content"] == chat.content
     assert answer["usage"]["prompt_tokens"] == chat.n_prompt_tokens

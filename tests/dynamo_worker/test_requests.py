@@ -42,7 +42,7 @@ class TestOptions:
         assert sampling_params({"token_ids": [1]}) == lp.SamplingParams(max_tokens=None)
 
     def test_each_is_mapped(self) -> None:
-        given = request(
+        dynamo_request = request(
             sampling_options={
                 "temperature": 0.5,
                 "top_p": 0.9,
@@ -63,8 +63,8 @@ class TestOptions:
             },
             output_options={"logprobs": 2, "skip_special_tokens": True},
         )
-        made, expected = (
-            sampling_params(given),
+        params, expected = (
+            sampling_params(dynamo_request),
             lp.SamplingParams(
                 temperature=0.5,
                 top_p=0.9,
@@ -81,12 +81,12 @@ class TestOptions:
                 logprobs=2,
             ),
         )
-        assert made == expected and vars(made) == vars(expected)
+        assert params == expected and vars(params) == vars(expected)
 
     def test_an_adapter_is_named_as_the_model(self) -> None:
         for name, adapter in (("letters", "letters"), ("story", None)):
-            made = sampling_params(request(model=name), ["letters"])
-            assert made == lp.SamplingParams(max_tokens=None, adapter=adapter)
+            params = sampling_params(request(model=name), ["letters"])
+            assert params == lp.SamplingParams(max_tokens=None, adapter=adapter)
 
     @pytest.mark.parametrize(
         ("guided", "expected"),
@@ -98,8 +98,8 @@ class TestOptions:
         ],
     )
     def test_constraints(self, guided: dict[str, Any], expected: dict[str, str]) -> None:
-        made = sampling_params(request(sampling_options={"guided_decoding": guided}))
-        assert {name: getattr(made, name) for name in expected} == expected
+        params = sampling_params(request(sampling_options={"guided_decoding": guided}))
+        assert {name: getattr(params, name) for name in expected} == expected
 
     @pytest.mark.parametrize(
         ("sections", "message"),
@@ -136,19 +136,25 @@ class TestOptions:
 class TestChunks:
     def test_the_chunks_of_a_stream(self) -> None:
         params = lp.SamplingParams(temperature=0, max_tokens=6, logprobs=2)
-        made, n = [], 0
+        chunks, n = [], 0
         with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_threads=1) as engine:
             completion = engine.generate("Once upon", params)
             for delta in engine.stream("Once upon", params):
                 n += len(delta.token_ids)
-                made.append(chunk(delta, 3, n, True))
-        assert [token for one in made for token in one["token_ids"]] == completion.token_ids
-        assert [one.get("finish_reason") for one in made] == [*[None] * (len(made) - 1), "length"]
-        assert made[-1]["completion_usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
-        given = [value for one in made for value in one.get("log_probs", ())]
-        assert completion.logprobs is not None and given == [entry.logprob for entry in completion.logprobs]
-        for one in made:
-            for token, ranked in zip(one["token_ids"], one.get("top_logprobs", ()), strict=True):
+                chunks.append(chunk(delta, 3, n, True))
+        assert [token for piece in chunks for token in piece["token_ids"]] == completion.token_ids
+        assert [piece.get("finish_reason") for piece in chunks] == [*[None] * (len(chunks) - 1), "length"]
+        assert chunks[-1]["completion_usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 6,
+            "total_tokens": 9,
+        }
+        logprobs = [value for piece in chunks for value in piece.get("log_probs", ())]
+        assert completion.logprobs is not None and logprobs == [
+            entry.logprob for entry in completion.logprobs
+        ]
+        for piece in chunks:
+            for token, ranked in zip(piece["token_ids"], piece.get("top_logprobs", ()), strict=True):
                 assert [entry["rank"] for entry in ranked] == list(range(1, len(ranked) + 1))
                 assert token in [entry["token_id"] for entry in ranked] and ranked[0]["bytes"]
 

@@ -28,13 +28,13 @@ TEXTS = [" ".join(WORDS[i % 10 :][: 1 + i % 9]) for i in range(60)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bert]:
+def file_and_bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bert]:
     return bert_model(tmp_path_factory.mktemp("models") / "bert.gguf")
 
 
 @pytest.fixture(scope="module")
-def encoder(made: tuple[Path, Bert]) -> Iterator[lp.Embedder]:
-    with lp.Embedder(made[0], n_seq_max=4) as embedder:
+def encoder(file_and_bert: tuple[Path, Bert]) -> Iterator[lp.Embedder]:
+    with lp.Embedder(file_and_bert[0], n_seq_max=4) as embedder:
         yield embedder
 
 
@@ -47,8 +47,8 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[lp.Embe
 
 class TestValues:
     @pytest.mark.parametrize("pooling", ["mean", "cls", "last", "none"])
-    def test_an_encoder_is_numpys(self, made: tuple[Path, Bert], pooling: str) -> None:
-        path, bert = made
+    def test_an_encoder_is_numpys(self, file_and_bert: tuple[Path, Bert], pooling: str) -> None:
+        path, bert = file_and_bert
         with lp.Embedder(path, pooling=pooling) as embedder:
             for text in TEXTS[:12]:
                 hidden = bert.hidden(embedder.tokenize(text))
@@ -62,9 +62,9 @@ class TestValues:
 
     @pytest.mark.parametrize("pooling", ["mean", "last", "cls", None])
     def test_batched_equals_single(
-        self, made: tuple[Path, Bert], tiny: lp.Model, pooling: str | None
+        self, file_and_bert: tuple[Path, Bert], tiny: lp.Model, pooling: str | None
     ) -> None:
-        for model in (made[0], tiny):
+        for model in (file_and_bert[0], tiny):
             with lp.Embedder(model, pooling=pooling, n_seq_max=7) as embedder:
                 texts = [*TEXTS, "z" * 40]
                 together = embedder.embed(texts)
@@ -73,11 +73,16 @@ class TestValues:
                 np.testing.assert_allclose(together, alone, atol=1e-4 if embedder.model.attends else 2e-4)
 
     @pytest.mark.parametrize("kernels", ["auto", "ggml"])
-    def test_what_is_beside_a_text_does_not_show(self, made: tuple[Path, Bert], kernels: Any) -> None:
+    def test_what_is_beside_a_text_does_not_show(
+        self, file_and_bert: tuple[Path, Bert], kernels: Any
+    ) -> None:
         """With ggml's flash attention vectors would differ by 2e-4."""
         rng = random.Random(0)
         texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(40)]
-        with lp.Model(made[0], kernels=kernels) as model, lp.Embedder(model, n_seq_max=8) as embedder:
+        with (
+            lp.Model(file_and_bert[0], kernels=kernels) as model,
+            lp.Embedder(model, n_seq_max=8) as embedder,
+        ):
             alone = np.stack([embedder.embed(text) for text in texts])
             np.testing.assert_allclose(embedder.embed(texts), alone, atol=5e-5)
 
@@ -86,8 +91,8 @@ class TestValues:
         assert vectors.shape == (540, 64)
         np.testing.assert_allclose(vectors.reshape(9, 60, 64)[4], vectors[:60], atol=1e-4)
 
-    def test_each_token_has_a_vector_unpooled(self, made: tuple[Path, Bert]) -> None:
-        with lp.Embedder(made[0], pooling="none") as embedder:
+    def test_each_token_has_a_vector_unpooled(self, file_and_bert: tuple[Path, Bert]) -> None:
+        with lp.Embedder(file_and_bert[0], pooling="none") as embedder:
             rows = embedder.embed(TEXTS[:9])
             assert isinstance(rows, list)
             assert [row.shape for row in rows] == [(len(embedder.tokenize(text)), 64) for text in TEXTS[:9]]
@@ -118,12 +123,12 @@ class TestReranking:
         embedder, bert = reranker
         documents = TEXTS[:20]
         ranked = embedder.rerank("the fox", documents)
-        assert [one.score for one in ranked] == sorted((one.score for one in ranked), reverse=True)
-        assert sorted(one.index for one in ranked) == list(range(20))
-        for one in ranked:
+        assert [entry.score for entry in ranked] == sorted((entry.score for entry in ranked), reverse=True)
+        assert sorted(entry.index for entry in ranked) == list(range(20))
+        for entry in ranked:
             query = embedder.model.tokenize("the fox", add_special=False)
-            document = embedder.model.tokenize(documents[one.index], add_special=False)
-            assert one.score == pytest.approx(bert.score([2, *query, 3, *document]), abs=0.02)
+            document = embedder.model.tokenize(documents[entry.index], add_special=False)
+            assert entry.score == pytest.approx(bert.score([2, *query, 3, *document]), abs=0.02)
 
     def test_the_query_is_tokenized_once(
         self, reranker: tuple[lp.Embedder, Bert], monkeypatch: pytest.MonkeyPatch
@@ -139,14 +144,16 @@ class TestReranking:
         reranker[0].rerank("the fox", TEXTS[:5])
         assert texts == ["the fox", *TEXTS[:5]]
 
-    def test_no_documents(self, reranker: tuple[lp.Embedder, Bert]) -> None:
+    def test_no_documents_have_no_ranks(self, reranker: tuple[lp.Embedder, Bert]) -> None:
         assert reranker[0].rerank("the fox", []) == []
 
-    def test_a_model_without_a_head_is_refused(self, encoder: lp.Embedder, made: tuple[Path, Bert]) -> None:
+    def test_a_model_without_a_head_is_refused(
+        self, encoder: lp.Embedder, file_and_bert: tuple[Path, Bert]
+    ) -> None:
         with pytest.raises(InvalidRequestError, match="needs a model with a rank head"):
             encoder.rerank("the fox", ["the owl"])
         with pytest.raises(InvalidRequestError, match="has no rank head"):
-            lp.Embedder(made[0], pooling="rank")
+            lp.Embedder(file_and_bert[0], pooling="rank")
 
     def test_a_reranker_embeds_nothing(self, reranker: tuple[lp.Embedder, Bert]) -> None:
         with pytest.raises(InvalidRequestError, match=r"rerank\(\)"):
@@ -164,16 +171,16 @@ class TestReranking:
 
 
 class TestCallers:
-    def test_many_threads(self, encoder: lp.Embedder) -> None:
+    def test_threads_get_the_vectors_of_their_texts(self, encoder: lp.Embedder) -> None:
         expected = encoder.embed(TEXTS)
         with ThreadPoolExecutor(12) as pool:
             rows = list(pool.map(encoder.embed, TEXTS * 3))
         np.testing.assert_allclose(np.stack(rows[60:120]), expected, atol=1e-4)
 
-    def test_a_long_list_does_not_keep_a_text_waiting(self, made: tuple[Path, Bert]) -> None:
+    def test_a_long_list_does_not_keep_a_text_waiting(self, file_and_bert: tuple[Path, Bert]) -> None:
         begun, answers, others = threading.Event(), SimpleQueue[Any](), SimpleQueue[Any]()
         long = EmbedCall([[2, 5, 6, 3]] * 5000, others.put, lambda _: begun.set())
-        with lp.Model(made[0]) as model:
+        with lp.Model(file_and_bert[0]) as model:
             worker = Worker(EmbeddingContext(model))
             worker.submit(long)
             begun.wait()
@@ -182,7 +189,9 @@ class TestCallers:
             assert others.empty()
             worker.close(drain=False)
 
-    def test_asyncio(self, encoder: lp.Embedder, reranker: tuple[lp.Embedder, Bert]) -> None:
+    def test_tasks_get_the_same_results(
+        self, encoder: lp.Embedder, reranker: tuple[lp.Embedder, Bert]
+    ) -> None:
         async def run() -> None:
             rows = await asyncio.gather(*(encoder.aembed(text) for text in TEXTS))
             np.testing.assert_allclose(np.stack(rows), encoder.embed(TEXTS), atol=1e-4)
@@ -221,10 +230,12 @@ class TestCallers:
 
 class TestEnds:
     @pytest.mark.parametrize("drain", [True, False])
-    def test_closing_finishes_calls_or_refuses_them(self, made: tuple[Path, Bert], drain: bool) -> None:
+    def test_closing_finishes_calls_or_refuses_them(
+        self, file_and_bert: tuple[Path, Bert], drain: bool
+    ) -> None:
         begun, answers = threading.Event(), SimpleQueue[Any]()
         call = EmbedCall([[2, 5, 6, 3]] * 3000, answers.put, lambda _: begun.set())
-        with lp.Model(made[0]) as model:
+        with lp.Model(file_and_bert[0]) as model:
             worker = Worker(EmbeddingContext(model))
             worker.submit(call)
             begun.wait()
@@ -238,8 +249,8 @@ class TestEnds:
             with pytest.raises(EngineClosedError, match="is closed"):
                 worker.submit(call)
 
-    def test_a_dropped_embedder_ends_its_thread(self, made: tuple[Path, Bert]) -> None:
-        with lp.Model(made[0]) as model:
+    def test_a_dropped_embedder_ends_its_thread(self, file_and_bert: tuple[Path, Bert]) -> None:
+        with lp.Model(file_and_bert[0]) as model:
             before = set(threading.enumerate())
             with pytest.warns(ResourceWarning, match="was never closed"):
                 lp.Embedder(model).embed("the fox")
@@ -259,9 +270,9 @@ class TestEnds:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
-    def test_the_model_is_kept_while_it_is_used(self, made: tuple[Path, Bert]) -> None:
+    def test_the_model_is_kept_while_it_is_used(self, file_and_bert: tuple[Path, Bert]) -> None:
         with (
-            lp.Model(made[0]) as model,
+            lp.Model(file_and_bert[0]) as model,
             lp.Embedder(model),
             pytest.raises(EngineClosedError, match="an Embedder"),
         ):
@@ -312,14 +323,14 @@ class TestBadInput:
         ],
     )
     def test_options_are_checked(
-        self, made: tuple[Path, Bert], options: dict[str, Any], message: str
+        self, file_and_bert: tuple[Path, Bert], options: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
-            lp.Embedder(made[0], **options)
+            lp.Embedder(file_and_bert[0], **options)
 
-    def test_an_engine_names_the_embedder(self, made: tuple[Path, Bert]) -> None:
+    def test_an_engine_names_the_embedder(self, file_and_bert: tuple[Path, Bert]) -> None:
         with pytest.raises(ValueError, match=r"lp\.Embedder"):
-            lp.Engine(made[0])
+            lp.Engine(file_and_bert[0])
 
     def test_what_is_no_model_is_refused(self) -> None:
         with pytest.raises(TypeError, match="model must be"):

@@ -87,9 +87,9 @@ def test_a_program_runs_and_says_what_it_shows(program: Path, tmp_path: Path) ->
     output = run([str(program)], tmp_path)
     assert output.strip()
     if program.stem in SAYS:
-        found = re.search(SAYS[program.stem], output)
-        assert found, output
-        counts = found.groupdict()
+        match = re.search(SAYS[program.stem], output)
+        assert match, output
+        counts = match.groupdict()
         if "steps" in counts:  # requests shared steps
             assert 2 * int(counts["steps"]) < int(counts["tokens"]), output
 

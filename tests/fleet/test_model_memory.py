@@ -85,7 +85,7 @@ def test_a_draft_takes_states_of_its_model(tmp_path: Path, write: Callable[[Path
     model = eagle3_target(tmp_path / "m.gguf")
     draft = write(tmp_path / "d.gguf", model)
     info, of_draft = check_gguf(model), check_gguf(draft)
-    none, both = (need_of(info, False, OPTIONS | {"draft": one}).n_bytes for one in (None, str(draft)))
+    none, both = (need_of(info, False, OPTIONS | {"draft": value}).n_bytes for value in (None, str(draft)))
     alone = need_of(of_draft, False, OPTIONS | {"cache_bytes": 0}).n_bytes
     assert both - none == alone + 2 * 2 * 256 * 4 * 3 * info.n_embd
 

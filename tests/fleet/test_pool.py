@@ -102,11 +102,11 @@ class TestForwarding:
         assert aliases == ["gpt-4o-mini", "second name"]
 
     def test_clients_that_choose_from_a_list_find_all_names(self, server: PoolServer) -> None:
-        there = {one["id"]: one for one in server.client.get("/v1/models").json()["data"]}
+        there = {entry["id"]: entry for entry in server.client.get("/v1/models").json()["data"]}
         assert there["gpt-4o-mini"]["root"] == "small"
         assert "root" not in there["small"]
         assert there["style"]["parent"] == "styled"
-        tags = {one["name"]: one for one in server.client.get("/api/tags").json()["models"]}
+        tags = {entry["name"]: entry for entry in server.client.get("/api/tags").json()["models"]}
         assert tags["gpt-4o-mini:latest"]["digest"] == tags["small:latest"]["digest"]
         assert tags["style:latest"]["details"]["parent_model"] == "styled:latest"
         assert server.ask("gpt-4o-mini:latest").status_code == 200
@@ -158,7 +158,7 @@ class TestForwarding:
 
     def test_ollamas_clients_cannot_change_the_list(self, server: PoolServer) -> None:
         pulled = server.client.post("/api/pull", json={"model": "unasked"})
-        told = [json.loads(one)["status"] for one in pulled.text.splitlines()]
+        told = [json.loads(line)["status"] for line in pulled.text.splitlines()]
         assert told == ["pulling manifest", "success"]
         whole = server.client.post("/api/pull", json={"name": "unasked", "stream": False})
         assert whole.json() == {"status": "success"}
@@ -198,7 +198,7 @@ class TestForwarding:
             (b'{"model": "small", "max_tokens": "x", "prompt": "a"}', 400), (b"[" * 2000, 400),
         ],
     )  # fmt: skip
-    def test_wrong_bodies(self, server: PoolServer, body: bytes, status: int) -> None:
+    def test_wrong_bodies_are_refused(self, server: PoolServer, body: bytes, status: int) -> None:
         answer = server.client.post("/v1/completions", content=body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
@@ -213,9 +213,9 @@ class TestForwarding:
         assert server.log().count("id=logged-once") == server.log().count("id=refused-once") == 1
         (line,) = (line for line in server.log().splitlines() if "id=logged-once" in line)
         assert "n_completion_tokens=" in line and "generate=" in line
-        wait_until(lambda: any(one["id"] == "logged-once" for one in self._requests(server)))
-        (found,) = (one for one in self._requests(server) if one["id"] == "logged-once")
-        assert found["model"] == "small" and found["phases_ms"]["generate"] > 0
+        wait_until(lambda: any(request["id"] == "logged-once" for request in self._requests(server)))
+        (logged,) = (request for request in self._requests(server) if request["id"] == "logged-once")
+        assert logged["model"] == "small" and logged["phases_ms"]["generate"] > 0
 
     @staticmethod
     def _is_logged(server: PoolServer, name: str) -> bool:
@@ -282,7 +282,7 @@ class TestForwarding:
             )
         with lp.Model(models / "bert.gguf") as model:
             assert shown("bert") == with_context_length(shown_model(model, "embedding"), served("bert"))
-        there = {one["name"]: one for one in server.client.get("/api/tags").json()["models"]}
+        there = {entry["name"]: entry for entry in server.client.get("/api/tags").json()["models"]}
         able = ["completion", "insert", "tools", "thinking"]
         assert there["fills:latest"]["capabilities"] == shown("fills")["capabilities"] == able
         assert "damaged:latest" not in there
@@ -478,22 +478,22 @@ class TestLimits:
 
 def describers(pid: int) -> list[int]:
     """The processes with which a front process finds out what models can do."""
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
             with suppress(OSError):  # it has ended
                 if b"_describe" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
+                    pids.append(int(child))
+    return pids
 
 
 def test_what_models_can_do_is_found_out_before_a_client_asks(models: Path, tmp_path: Path) -> None:
     with pool_server(models / "models.toml", *OPTIONS, "--ollama", log=tmp_path / "log") as server:
         wait_until(lambda: describers(server.process.pid))
-        found = describers(server.process.pid)
+        pids = describers(server.process.pid)
         server.process.terminate()
         assert server.process.wait(60) == 0
-        wait_for_end(found)
+        wait_for_end(pids)
 
 
 def test_the_end_drains_and_leaves_no_process(models: Path, tmp_path: Path) -> None:
@@ -588,19 +588,19 @@ class Watcher:
                 self.events.append(json.loads(line.removeprefix("data: ")))
 
     def wait_for(self, model: str, event: str, status: str | None = None) -> dict[str, Any]:
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
 
         def is_there() -> bool:
-            found[:] = [
-                one
-                for one in self.events
-                if (one["model"], one["event"]) == (model, event)
-                and (status is None or one["data"]["status"] == status)
+            events[:] = [
+                told
+                for told in self.events
+                if (told["model"], told["event"]) == (model, event)
+                and (status is None or told["data"]["status"] == status)
             ]
-            return bool(found)
+            return bool(events)
 
         wait_until(is_there)
-        return found[-1]
+        return events[-1]
 
     def close(self) -> None:
         """Waits for the end of the stream."""
@@ -617,8 +617,8 @@ def test_a_client_lets_the_list_be_read_again(models: Path, tmp_path: Path) -> N
         listed.write_text("[models.kept]\nfile = 'small.gguf'\n[models.new]\nfile = 'bert.gguf'\n")
         assert set(server.states()) == {"kept", "gone"}
         data = server.client.get("/models", params={"reload": "1"}).json()["data"]
-        there = {one["id"]: one for one in data}
-        assert {name: one["status"]["value"] for name, one in there.items()} == {
+        there = {entry["id"]: entry for entry in data}
+        assert {name: entry["status"]["value"] for name, entry in there.items()} == {
             "kept": "loaded",
             "new": "unloaded",
         }
@@ -646,9 +646,9 @@ def test_who_watches_is_told_of_states_and_of_the_list(models: Path, tmp_path: P
         assert watcher.answer.headers["content-type"].startswith("text/event-stream")
         server.ask("a")
         watcher.wait_for("a", "model_status", "loaded")
-        loads = [one["data"] for one in watcher.events if one["data"]["status"] == "loading"]
+        loads = [event["data"] for event in watcher.events if event["data"]["status"] == "loading"]
         assert loads[0]["progress"]["stages"] == ["text_model"]
-        values = [one["progress"]["value"] for one in loads]
+        values = [load["progress"]["value"] for load in loads]
         assert values == sorted(values)
         os.kill(server.pids("a")[0], signal.SIGKILL)
         ended = watcher.wait_for("a", "model_status", "unloaded")["data"]
@@ -662,7 +662,10 @@ def test_who_watches_is_told_of_states_and_of_the_list(models: Path, tmp_path: P
             wait_until(
                 lambda n=n: (
                     n  # type: ignore[misc]
-                    == sum("error" in one.get("data", {}) and one["model"] == "bad" for one in watcher.events)
+                    == sum(
+                        "error" in event.get("data", {}) and event["model"] == "bad"
+                        for event in watcher.events
+                    )
                 )
             )
         server.client.post("/api/copy", json={"source": "a", "destination": "copied"})
@@ -691,7 +694,7 @@ def test_copies_are_names_until_the_server_ends(models: Path, tmp_path: Path) ->
             return server.client.request("DELETE", "/api/delete", json={"model": name}).status_code
 
         def names() -> set[str]:
-            return {one["name"] for one in server.client.get("/api/tags").json()["models"]}
+            return {entry["name"] for entry in server.client.get("/api/tags").json()["models"]}
 
         server.ask("a")
         assert copy("a", "user/mine") == copy("a:latest", "user/mine:latest") == copy("a", "a") == 200

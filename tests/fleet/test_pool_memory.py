@@ -119,7 +119,7 @@ class TestTheList:
             "split/b-00002-of-00002.gguf",
         ):
             (tmp_path / name).touch()
-        assert {one.name: Path(one.file).name for one in entries_of([str(tmp_path)])} == {
+        assert {entry.name: Path(entry.file).name for entry in entries_of([str(tmp_path)])} == {
             "a": "a.gguf",
             "b": "b-00001-of-00002.gguf",
         }
@@ -216,7 +216,7 @@ class TestTheList:
         ("text", "expected"),
         [("1000", 1000), ("1k", 1024), ("1.5 GiB", 3 * 2**29), ("2GB", 2**31), ("3M", 3 * 2**20)],
     )
-    def test_sizes(self, text: str, expected: int) -> None:
+    def test_sizes_have_units(self, text: str, expected: int) -> None:
         assert byte_count(text) == byte_count_or_zero(text) == expected
 
     @pytest.mark.parametrize("text", ["", "0", "-1", "1X", "GiB", "1e9"])
@@ -229,7 +229,7 @@ class TestTheList:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("keep_alive", "expected"),
     [
         (0, 0),
         (5, 5),
@@ -244,14 +244,14 @@ class TestTheList:
         (-(10**400), None),
     ],
 )
-def test_how_long_a_client_keeps_a_model(given: object, expected: float | None) -> None:
-    assert kept_s(given) == expected
+def test_how_long_a_client_keeps_a_model(keep_alive: object, expected: float | None) -> None:
+    assert kept_s(keep_alive) == expected
 
 
-@pytest.mark.parametrize("given", ["x", "5 minutes", [], True, None])
-def test_what_is_no_duration(given: object) -> None:
+@pytest.mark.parametrize("keep_alive", ["x", "5 minutes", [], True, None])
+def test_what_is_no_duration(keep_alive: object) -> None:
     with pytest.raises(ApiError, match="keep_alive"):
-        kept_s(given)
+        kept_s(keep_alive)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     shutil.copy(lp.demo_model_path(), folder / "pinned.gguf")
     shutil.copy(lp.demo_model_path(), folder / "large.gguf")
-    (folder / "models.toml").write_text("".join(table.format(*one) for one in extra.items()))
+    (folder / "models.toml").write_text("".join(table.format(*values) for values in extra.items()))
     return folder
 
 
@@ -347,13 +347,13 @@ def test_models_share_the_memory_of_gpus(models: Path) -> None:
         ModelEntry("host", str(models / "c.gguf"), options={"n_gpu_layers": 0}),
         ModelEntry("large", file, options={"n_ctx": 8192, "n_seq_max": 64}),
     ]
-    one = read_facts(COMMON, entries[0], has_gpus=True)
-    assert one.gpu_bytes > 0
+    facts = read_facts(COMMON, entries[0], has_gpus=True)
+    assert facts.gpu_bytes > 0
     assert read_facts(COMMON, entries[2], has_gpus=True).gpu_bytes == 0
     assert read_facts({**COMMON, "n_gpu_layers": 0}, entries[0], has_gpus=True).gpu_bytes == 0
     command = command_with(["serve", "--models", str(models), *OPTIONS])
     look_at = partial(look, COMMON, has_gpus=True)
-    budget = int(1.5 * one.gpu_bytes)
+    budget = int(1.5 * facts.gpu_bytes)
 
     async def run() -> None:
         pool = Pool(entries, command, Placement(CoreShare((), 1)), look_at, Budget(2**40, budget))
@@ -408,9 +408,9 @@ class TestRoom:
         ]
         with ThreadPoolExecutor() as threads, clients[0], clients[1]:
             lines = [stream.__enter__().iter_lines() for stream in streams]
-            for one in lines:
+            for stream_lines in lines:
                 next(
-                    line for line in one if line.startswith("data:")
+                    line for line in stream_lines if line.startswith("data:")
                 )  # not a sign of life while the model loads
             asked_at = monotonic()
             waiting = threads.submit(server.ask, "c")
@@ -443,7 +443,7 @@ class TestRoom:
                 assert server.ask("c").status_code == 200
             finally:
                 ended.set()
-            assert [one.result() for one in others] == [{200}] * 6  # none was cut, all were answered
+            assert [other.result() for other in others] == [{200}] * 6  # none was cut, all were answered
 
     def test_a_conversation_survives_its_model(self, server: PoolServer) -> None:
         """Evicted and loaded again, hardly any of it is computed again; each key has a cache."""
@@ -518,7 +518,7 @@ class TestHowLong:
         answer = server.client.post("/api/chat", json={"model": "a", "messages": [], "stream": False})
         assert answer.json()["done_reason"] == "load"
         assert server.loaded() == ["a"]
-        assert {one["name"] for one in server.client.get("/api/tags").json()["models"]} >= {
+        assert {entry["name"] for entry in server.client.get("/api/tags").json()["models"]} >= {
             "a:latest",
             "b:latest",
         }
@@ -738,7 +738,7 @@ def test_a_file_that_is_gone_is_listed_no_longer(models: Path, tmp_path: Path) -
     with pool_server(tmp_path, *OPTIONS, "--ollama", log=tmp_path / "log") as server:
 
         def names() -> list[str]:
-            return sorted(one["name"] for one in server.client.get("/api/tags").json()["models"])
+            return sorted(entry["name"] for entry in server.client.get("/api/tags").json()["models"])
 
         assert server.ask("gone").status_code == 200
         (tmp_path / "gone.gguf").unlink()

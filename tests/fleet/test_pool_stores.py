@@ -28,9 +28,9 @@ OPTIONS = ("--n-ctx", "64", "--n-seq-max", "2", "--ollama", "--allow-pull", "--a
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
     folder = tmp_path_factory.mktemp("hub")
-    one = tiny_model(folder / "one.gguf").read_bytes()
+    f16 = tiny_model(folder / "one.gguf").read_bytes()
     other = tiny_model(folder / "other.gguf", type_name="q8_0").read_bytes()
-    files = {"m-F16.gguf": one, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"GGUF"}
+    files = {"m-F16.gguf": f16, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"GGUF"}
     with small_hub({"some/model": files}) as hub:
         yield hub
 
@@ -72,7 +72,7 @@ def chat(server: PoolServer, name: str) -> int:
 
 
 def listed(server: PoolServer) -> list[str]:
-    return [one["name"] for one in server.client.get("/api/tags").json()["models"]]
+    return [entry["name"] for entry in server.client.get("/api/tags").json()["models"]]
 
 
 def delete(server: PoolServer, name: str) -> tuple[int, str]:

@@ -69,10 +69,10 @@ class TestMetrics:
         totals.keep(labelled(families(4, 0.9, 15), model="a"), [])
         live = labelled(families(1, 0.5, 20), model="b")
         for _ in range(2):  # asking changes nothing
-            found = {family.name: family.samples for family in totals.with_live([live])}
-            steps = [sample for sample in found["steps"] if sample[0] == "steps_total"]
+            samples = {family.name: family.samples for family in totals.with_live([live])}
+            steps = [sample for sample in samples["steps"] if sample[0] == "steps_total"]
             assert sorted((labels["model"], value) for _, labels, value in steps) == [("a", 4), ("b", 1)]
-            assert found["running"] == [("running", {"model": "b"}, 1)]
+            assert samples["running"] == [("running", {"model": "b"}, 1)]
 
     def test_requests_to_processes_that_have_ended_stay_among_the_last(self) -> None:
         def told(*times: int) -> list[dict[str, Any]]:
@@ -105,13 +105,15 @@ class TestPlacement:
         ],
     )
     def test_gpus_are_divided_or_shared(self, n: int, gpus: str, expected: list[str]) -> None:
-        found = placed(self.SHARES[:n], list(gpus))
-        assert ["".join(one.devices or ()) for one in found] == expected
-        assert not any(one.own_weights for one in found)
+        placements = placed(self.SHARES[:n], list(gpus))
+        assert ["".join(placement.devices or ()) for placement in placements] == expected
+        assert not any(placement.own_weights for placement in placements)
 
     def test_each_node_has_weights_of_its_own(self) -> None:
-        assert all(one.own_weights and one.devices is None for one in placed(self.SHARES, []))
-        assert not any(one.own_weights for one in placed(self.SHARES[:2], []))
+        assert all(
+            placement.own_weights and placement.devices is None for placement in placed(self.SHARES, [])
+        )
+        assert not any(placement.own_weights for placement in placed(self.SHARES[:2], []))
 
     def test_gpus_are_listed_by_another_process(self) -> None:
         assert gpu_names() == [d.name for d in lp.devices() if d.type == "gpu" and not d.is_software]

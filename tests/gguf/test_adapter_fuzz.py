@@ -46,12 +46,12 @@ print(counts)
 def test_no_mutant_ends_the_process(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "tiny.gguf", type_name="f32")
     make_adapter(tmp_path / "a.gguf", model, name="a", invocation=[5, 6])
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), "0", str(N_MUTANTS)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GGML_NO_BACKTRACE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout[-200:] + found.stderr[-2000:]
-    assert "'refused': 0" not in found.stdout and "'loaded': 0" not in found.stdout
+    assert process.returncode == 0, process.stdout[-200:] + process.stderr[-2000:]
+    assert "'refused': 0" not in process.stdout and "'loaded': 0" not in process.stdout

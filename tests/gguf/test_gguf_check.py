@@ -22,10 +22,10 @@ Edit = Callable[[Document], object]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("models")
     names = {"spm": "builtin-spm", "bpe": "builtin-bpe"}
-    found = {name: tiny_model(folder / f"{name}.gguf", vocab).read_bytes() for name, vocab in names.items()}
+    files = {name: tiny_model(folder / f"{name}.gguf", vocab).read_bytes() for name, vocab in names.items()}
     for name in ("bert", "t5", "rwkv", "plamo2", "gemma4"):
-        found[name] = tiny_variant(folder / f"{name}.gguf", name).read_bytes()
-    return found
+        files[name] = tiny_variant(folder / f"{name}.gguf", name).read_bytes()
+    return files
 
 
 def refusal(path: Path) -> str:
@@ -40,7 +40,7 @@ def refusal(path: Path) -> str:
 # ---- what must pass
 
 
-def test_info(tmp_path: Path, models: dict[str, bytes]) -> None:
+def test_a_check_tells_names_and_sizes(tmp_path: Path, models: dict[str, bytes]) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(models["spm"])
     info = check_gguf(str(path))
@@ -138,7 +138,9 @@ def _remove(*keys: str) -> Edit:
         pytest.param("gemma4", _set("tokenizer.ggml.add_bos_token", 7, 0), id="gemma4"),
     ],
 )  # fmt: skip
-def test_accepted(tmp_path: Path, models: dict[str, bytes], model: str, edit: Edit) -> None:
+def test_harmless_edits_are_accepted(
+    tmp_path: Path, models: dict[str, bytes], model: str, edit: Edit
+) -> None:
     document, _ = unpack(models[model])
     edit(document)
     if model == "spm" and document.entry("general.architecture").value != b"llama":
@@ -265,7 +267,9 @@ def test_tensor_type_of_the_future(tmp_path: Path, models: dict[str, bytes]) -> 
         ("spm", _set("split.count", 4, 3), "split.count must be a u16"),
     ],
 )  # fmt: skip
-def test_refused(tmp_path: Path, models: dict[str, bytes], model: str, edit: Edit, message: str) -> None:
+def test_harmful_edits_are_refused(
+    tmp_path: Path, models: dict[str, bytes], model: str, edit: Edit, message: str
+) -> None:
     document, _ = unpack(models[model])
     edit(document)
     path = tmp_path / "m.gguf"
@@ -310,7 +314,7 @@ def test_removed_tensor_types(tmp_path: Path, models: dict[str, bytes], kind: in
     assert f"has the type {kind}, which llama.cpp removed; quantize again" in refusal(path)
 
 
-def test_offsets(tmp_path: Path, models: dict[str, bytes]) -> None:
+def test_a_wrong_offset_is_named(tmp_path: Path, models: dict[str, bytes]) -> None:
     data = bytearray(models["spm"])
     at = data.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 24
     struct.pack_into("<Q", data, at, 1 << 60)
@@ -322,7 +326,7 @@ def test_offsets(tmp_path: Path, models: dict[str, bytes]) -> None:
 # ---- files that are none
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_its_neighbours(tmp_path: Path) -> None:
     assert "does not exist; check the path" in refusal(tmp_path / "m.gguf")
     (tmp_path / "other.gguf").touch()
     assert "does not exist; its folder has other.gguf" in refusal(tmp_path / "m.gguf")
@@ -332,19 +336,19 @@ def test_missing(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path / ("n" * 300))
 
 
-def test_directory(tmp_path: Path) -> None:
+def test_a_directory_is_refused_with_its_files(tmp_path: Path) -> None:
     assert refusal(tmp_path).endswith("is a directory; give the path of a .gguf file")
     (tmp_path / "a.gguf").touch()
     assert refusal(tmp_path).endswith("is a directory; give one of its files: a.gguf")
 
 
-def test_not_regular(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")  # opening it would wait for ever
     assert "is not a regular file" in refusal(tmp_path / "pipe.gguf")
     assert "is not a regular file" in refusal(Path("/dev/null"))
 
 
-def test_no_permission(tmp_path: Path, models: dict[str, bytes]) -> None:
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, models: dict[str, bytes]) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(models["spm"])
     path.chmod(0)
@@ -378,7 +382,7 @@ def test_no_permission(tmp_path: Path, models: dict[str, bytes]) -> None:
         (b"MZ\x90\0", "it begins with b'MZ"),
     ],
 )
-def test_strangers(tmp_path: Path, content: bytes, message: str) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     assert message in refusal(path)
@@ -403,7 +407,7 @@ def _split_in_two(folder: Path, data: bytes) -> tuple[Path, Path]:
     return first, second
 
 
-def test_parts(tmp_path: Path, models: dict[str, bytes]) -> None:
+def test_parts_are_checked_as_one_model(tmp_path: Path, models: dict[str, bytes]) -> None:
     first, second = _split_in_two(tmp_path, models["spm"])
     info = check_gguf(first)
     assert (info.n_parts, info.n_tensors) == (2, 20)

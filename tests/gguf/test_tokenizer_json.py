@@ -65,8 +65,8 @@ def exported(
     if name != "demo":
         path = vocabulary(folder, name, {"tokenizer.ggml.pre": flavour} if flavour else None)
     with opened(path) as model:
-        made = model.save_tokenizer(folder / "out")
-        yield model, Tokenizer.from_file(str(made / "tokenizer.json"))
+        saved = model.save_tokenizer(folder / "out")
+        yield model, Tokenizer.from_file(str(saved / "tokenizer.json"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,13 +137,13 @@ def test_a_piece_with_an_unknown_character_is_refused(tmp_path: Path) -> None:
     types[-1] = 4  # user-defined: matched before merging
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     with opened(vocabulary(tmp_path, "builtin-spm", changes)) as model:
-        made = model.save_tokenizer(tmp_path / "special")
-        ids = Tokenizer.from_file(str(made / "tokenizer.json")).encode("a \u2603e\u2603").ids
+        saved = model.save_tokenizer(tmp_path / "special")
+        ids = Tokenizer.from_file(str(saved / "tokenizer.json")).encode("a \u2603e\u2603").ids
         assert ids == list(model.tokenize("a \u2603e\u2603", parse_special=True))
     tokens[-2] = "\u2603"
     with opened(vocabulary(tmp_path, "builtin-spm", {"tokenizer.ggml.tokens": tokens})) as model:
-        made = model.save_tokenizer(tmp_path / "out")
-        ids = Tokenizer.from_file(str(made / "tokenizer.json")).encode("a \u2603e\u2603").ids
+        saved = model.save_tokenizer(tmp_path / "out")
+        ids = Tokenizer.from_file(str(saved / "tokenizer.json")).encode("a \u2603e\u2603").ids
         assert ids == list(model.tokenize("a \u2603e\u2603"))
 
 

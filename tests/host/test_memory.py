@@ -84,14 +84,14 @@ def test_the_files_of_a_process_follow_its_groups(tmp_path: Path) -> None:
         (tmp_path / "groups" / name).mkdir(parents=True)
         (tmp_path / "groups" / name / "memory.max").write_text("max")
 
-    def found(name: str) -> tuple[Path, ...]:
+    def files_of(name: str) -> tuple[Path, ...]:
         own.write_text(f"0::/{name}\n")
         return limit_files("memory", "memory.limit_in_bytes", "memory.max", own, tmp_path / "groups")
 
-    first = found("a")
+    first = files_of("a")
     assert first == (tmp_path / "groups" / "a" / "memory.max",)
-    assert found("b") == (tmp_path / "groups" / "b" / "memory.max",)
-    assert found("a") is first
+    assert files_of("b") == (tmp_path / "groups" / "b" / "memory.max",)
+    assert files_of("a") is first
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="the system does not report its memory")

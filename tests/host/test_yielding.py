@@ -21,11 +21,11 @@ def priority() -> int:
 @linux_only
 def test_a_call_yields_and_so_do_its_threads() -> None:
     def inner() -> int:
-        found: list[int] = []
-        thread = threading.Thread(target=lambda: found.append(priority()))
+        priorities: list[int] = []
+        thread = threading.Thread(target=lambda: priorities.append(priority()))
         thread.start()
         thread.join()
-        return found[0]
+        return priorities[0]
 
     before = priority()
     assert yielding(inner) == yielding(priority) == min(before + YIELDS_BY, 19)

@@ -27,16 +27,16 @@ REPO = "some/model"
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
     folder = tmp_path_factory.mktemp("hub")
-    one = tiny_model(folder / "one.gguf").read_bytes()
+    f16 = tiny_model(folder / "one.gguf").read_bytes()
     other = tiny_model(folder / "other.gguf", type_name="q8_0").read_bytes()
     files = {
-        REPO: {"README.md": b"#", "m-F16.gguf": one, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"?"},
+        REPO: {"README.md": b"#", "m-F16.gguf": f16, "m-Q8_0.gguf": other, "mmproj-m.gguf": b"?"},
         "some/vision": {
             "m.gguf": demo_model_path().read_bytes(),
             "mmproj-m-F16.gguf": gemma3_projector(folder / "mmproj-m-F16.gguf").read_bytes(),
             "mmproj-m-BF16.gguf": gemma3_projector(folder / "other-BF16.gguf").read_bytes(),
         },
-        "some/single": {"dir/only.gguf": one},
+        "some/single": {"dir/only.gguf": f16},
         "some/lora": {
             "letters.gguf": demo_model_path().with_name("letters.gguf").read_bytes(),
             "invoked.gguf": make_adapter(
@@ -91,8 +91,8 @@ with lp.Model(lp.demo_model_path(), mmproj="hf:some/vision") as model:
 def test_the_projector_of_a_repository_is_downloaded_if_it_is_asked_for(
     hub: SmallHub, tmp_path: Path
 ) -> None:
-    found = run_script(LOAD_VISION, env=settings(hub, tmp_path)).split()
-    assert found == ["None", *["mmproj-m-F16.gguf"] * 2, "None", "None", "mmproj-m-F16.gguf"]
+    printed = run_script(LOAD_VISION, env=settings(hub, tmp_path)).split()
+    assert printed == ["None", *["mmproj-m-F16.gguf"] * 2, "None", "None", "mmproj-m-F16.gguf"]
 
 
 LOAD_ADAPTER = """
@@ -105,8 +105,8 @@ with lp.Model.demo() as model, model.load_adapter("hf:some/lora/letters.gguf") a
 def test_an_adapter_is_downloaded(hub: SmallHub, tmp_path: Path) -> None:
     for _ in range(2):
         hub.requests.clear()
-        found = run_script(LOAD_ADAPTER, env=settings(hub, tmp_path)).strip()
-        assert found == "<Adapter 'letters' rank=4 n_pairs=28> letters.gguf"
+        printed = run_script(LOAD_ADAPTER, env=settings(hub, tmp_path)).strip()
+        assert printed == "<Adapter 'letters' rank=4 n_pairs=28> letters.gguf"
     assert not [request for request in hub.requests if request.startswith("GET") and "resolve" in request]
 
 

@@ -189,8 +189,8 @@ def test_a_modelfile_holds_for_its_name(demo_store: Path) -> None:
         def ask(name: str, **more: Any) -> dict[str, Any]:
             answer = client.post("/api/chat", json={"model": name, **asked, **more})
             assert "x-llamapipe-unused" not in answer.headers
-            found: dict[str, Any] = answer.json()
-            return found
+            result: dict[str, Any] = answer.json()
+            return result
 
         mario, demo = ask("mario"), ask("demo", options={"num_predict": 6})
         system = [{"role": "system", "content": "You are Mario."}, *asked["messages"]]
@@ -210,7 +210,7 @@ def test_a_modelfile_holds_for_its_name(demo_store: Path) -> None:
             "temperature 0", "num_predict 4", 'stop "zebra"', 'stop "yak"', "num_ctx 4096",
         }  # fmt: skip
         assert client.post("/api/show", json={"model": "demo"}).json()["license"] == "MIT"
-        digests = {one["name"]: one["digest"] for one in client.get("/api/tags").json()["models"]}
+        digests = {model["name"]: model["digest"] for model in client.get("/api/tags").json()["models"]}
         assert digests == {f"{name}:latest": find_stored(name).digest for name in ("mario", "demo")}
 
 
@@ -240,9 +240,9 @@ def test_damaged_parameters_are_left_out(demo_store: Path, params: str) -> None:
 def test_commands(demo_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    found = {record["model"]: record["size_bytes"] for record in records if record["model"].startswith("oll")}
+    sizes = {record["model"]: record["size_bytes"] for record in records if record["model"].startswith("oll")}
     size = lp.demo_model_path().stat().st_size
-    assert found == dict.fromkeys(("ollama:demo:1b", "ollama:demo:latest", "ollama:mario:latest"), size)
+    assert sizes == dict.fromkeys(("ollama:demo:1b", "ollama:demo:latest", "ollama:mario:latest"), size)
     assert main(["generate", "-m", "ollama:demo", "-n", "2", "Once"]) == 0
     capsys.readouterr()
     for name, reason in (

@@ -57,15 +57,15 @@ def job(talker: lp.Engine, tmp_path: Path) -> Callable[..., tuple[BatchSummary, 
     def run(
         text: str | bytes, name: str = "in.jsonl", **options: Any
     ) -> tuple[BatchSummary, list[dict[str, Any]]]:
-        given = tmp_path / name
-        given.write_bytes(text.encode() if isinstance(text, str) else text)
+        source = tmp_path / name
+        source.write_bytes(text.encode() if isinstance(text, str) else text)
         ordered, retry_failed = options.pop("ordered", True), options.pop("retry_failed", False)
         params = options.pop("params", GREEDY)
         answerer = Answerer(talker, params, requests=lambda: BatchRequests(talker).answer, **options)
         results = ResultFile(tmp_path / "out.jsonl")
         try:
             results.begin(answerer.settings(), retry_failed=retry_failed)
-            done = run_job(read_records(given), answerer, results, n_ahead=16, ordered=ordered)
+            done = run_job(read_records(source), answerer, results, n_ahead=16, ordered=ordered)
         finally:
             results.close()
         return done, [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
@@ -119,13 +119,13 @@ class TestKinds:
 
     def test_requests_are_answered_as_the_server_answers_them(self, job: Any) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
-        one = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        record = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
         many: list[dict[str, Any]] = [
-            one,
-            one | {"custom_id": "b", "body": {"messages": 5}},
-            one | {"custom_id": "c", "url": "/v1/nowhere"},
+            record,
+            record | {"custom_id": "b", "body": {"messages": 5}},
+            record | {"custom_id": "c", "url": "/v1/nowhere"},
         ]
-        many += [one | {"custom_id": "d", "body": body | {"stream": True}}, {"custom_id": "e", "url": 5}]
+        many += [record | {"custom_id": "d", "body": body | {"stream": True}}, {"custom_id": "e", "url": 5}]
         done, results = job(lines(*many))
         assert [result["custom_id"] for result in results] == list("abcde")
         assert [(result["response"] or {}).get("status_code") for result in results] == [
@@ -151,7 +151,7 @@ class TestKinds:
     def test_columns_with_the_names_of_requests(self, job: Any) -> None:
         text = "id,custom_id,animal\n1,a,cat\n2,b,dog\n"
         _, results = job(text, "in.csv", template="The {animal}")
-        assert [(one["index"], one["id"], one["custom_id"]) for one in results] == [
+        assert [(result["index"], result["id"], result["custom_id"]) for result in results] == [
             (0, "1", "a"),
             (1, "2", "b"),
         ]
@@ -166,7 +166,8 @@ class TestKinds:
         records = [{"prompt": "a", "n": 3}, {"prompt": "a", "logprobs": 2}]
         _, results = job(lines(*records))
         assert len(results[0]["texts"]) == 3
-        assert [len(one["top"]) for one in results[1]["logprobs"]] == [2] * results[1]["n_completion_tokens"]
+        n_tokens = results[1]["n_completion_tokens"]
+        assert [len(entry["top"]) for entry in results[1]["logprobs"]] == [2] * n_tokens
         _, results = job(lines(*records, {"prompt": "a", "prompt_logprobs": 2}))
         assert "is not an option" in results[2]["error"]["message"]
 
@@ -197,7 +198,7 @@ class TestKinds:
 
     def test_a_bad_line_is_found_by_its_number(self, job: Any) -> None:
         _, results = job('\n\n"fine"\n{"prompt": a}\n[]\n')
-        assert [one["index"] for one in results] == [0, 1, 2]
+        assert [result["index"] for result in results] == [0, 1, 2]
         message = results[1]["error"]["message"]
         assert message.startswith("line 4 is not JSON: ")
         assert message.endswith(", at character 12")
@@ -209,7 +210,7 @@ class TestKinds:
         assert "error" not in results[1]
         assert results[2]["error"]["message"] == "the record has no column 'text'; it has 'txt'"
 
-    def test_kept_columns(self, job: Any) -> None:
+    def test_kept_columns_are_in_the_results(self, job: Any) -> None:
         records = [{"prompt": "a", "label": ["pos"], "max_tokens": 2}, {"prompt": "b"}]
         _, results = job(lines(*records), keep=["label", "max_tokens"])
         assert (results[0]["label"], results[0]["max_tokens"]) == (["pos"], 2)
@@ -227,12 +228,12 @@ class TestKinds:
         assert (results[0]["label"], results[0]["response"]["status_code"]) == (5, 200)
 
     @pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
-    def test_compressed_files(self, job: Any, tmp_path: Path, ending: str) -> None:
+    def test_compressed_files_are_read(self, job: Any, tmp_path: Path, ending: str) -> None:
         text = b'prompt\na\n"b\nc"\n' if ending == "csv.gz" else b'"a"\n{"prompt": "b\\nc"}\n'
         name = f"in.{ending}"
         _, results = job(gzip.compress(text), name)
         assert len(results) == 2
-        assert not any("error" in one for one in results)
+        assert not any("error" in result for result in results)
         assert count_records(tmp_path / name) == 2
         with pytest.raises(ValueError, match=r"damaged or not a gzip file"):
             job(gzip.compress(text)[:-9], name)
@@ -247,14 +248,14 @@ class TestKinds:
         assert second == Record(1, {"prompt": "b"})
 
     @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}"])
-    def test_bad_templates(self, talker: lp.Engine, template: str) -> None:
+    def test_wrong_templates_are_refused(self, talker: lp.Engine, template: str) -> None:
         with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
             Answerer(talker, GREEDY, template)
 
 
 class TestOrder:
     @pytest.mark.parametrize("ordered", [True, False])
-    def test_order(self, job: Any, ordered: bool) -> None:
+    def test_results_are_in_the_order_that_is_asked_for(self, job: Any, ordered: bool) -> None:
         rng = random.Random(5)
         records = [{"prompt": f"Tale {i}", "max_tokens": rng.choice((1, 40))} for i in range(60)]
         _, results = job(lines(*records), ordered=ordered)
@@ -402,8 +403,8 @@ with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
         records[5] = "Mended"
         done, results = job(lines(*records), retry_failed=True)
         assert (done.n_done, done.n_failed, done.n_skipped) == (2, 1, 7)
-        assert [one["index"] for one in results] == [0, 1, 3, 4, 6, 7, 8, 2, 5]
-        assert ["error" in one for one in results] == [False] * 7 + [True, False]
+        assert [result["index"] for result in results] == [0, 1, 3, 4, 6, 7, 8, 2, 5]
+        assert ["error" in result for result in results] == [False] * 7 + [True, False]
 
     def test_failed_requests_are_tried_again(self, job: Any) -> None:
         bad = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": 5}}
@@ -448,7 +449,7 @@ with lp.Model.demo() as model, lp.Engine(model, n_ctx=64) as engine:
         assert (done.n_done, len(results), (tmp_path / "out.jsonl").is_symlink()) == (1, 2, True)
         assert target.stat().st_mode & 0o777 == 0o640
 
-    def test_one_writer(self, tmp_path: Path) -> None:
+    def test_a_file_has_one_writer(self, tmp_path: Path) -> None:
         first = ResultFile(tmp_path / "out.jsonl")
         with pytest.raises(BlockingIOError, match="written by another process"):
             ResultFile(tmp_path / "out.jsonl")
@@ -493,7 +494,7 @@ class TestCommand:
         assert all(result["id"] == result["index"] for result in results)
         assert "were there already" in said
 
-    def test_interrupted(self, tmp_path: Path) -> None:
+    def test_an_interrupt_leaves_whole_lines(self, tmp_path: Path) -> None:
         (tmp_path / "in.jsonl").write_text(lines(*({"prompt": f"Tale {i}"} for i in range(3000))))
         out = tmp_path / "out.jsonl"
         with batch(tmp_path) as process:
@@ -542,7 +543,7 @@ class TestCommand:
 
         assert run()[0] == 1
         statuses = [json.loads(line)["response"] for line in out.read_text().splitlines()]
-        assert [one["status_code"] for one in statuses] == [404, 404]
+        assert [status["status_code"] for status in statuses] == [404, 404]
         assert "--alias" in statuses[0]["body"]["error"]["message"]
         status, said = run()
         assert status == 1
@@ -614,7 +615,7 @@ class TestCommand:
         assert (tmp_path / "new.jsonl").read_text() == ""
 
     @pytest.mark.parametrize("ending", ["jsonl", "csv"])
-    def test_overwriting(self, tmp_path: Path, ending: str) -> None:
+    def test_a_wrong_option_overwrites_nothing(self, tmp_path: Path, ending: str) -> None:
         (tmp_path / "in.jsonl").write_text(lines("a"))
         out = tmp_path / f"out.{ending}"
         out.write_text("something else")
@@ -687,10 +688,11 @@ class TestPython:
 
     def test_nulls_of_pandas(self, talker: lp.Engine, tmp_path: Path) -> None:
         nulls = [None, float("nan"), pandas.NA, pandas.NaT, np.float32("nan")]
-        results = list(lp.run_batch([{"text": one} for one in nulls], talker, template="T: {text}"))
-        assert [one["error"]["message"] for one in results] == ["the column 'text' is null"] * len(nulls)
+        results = list(lp.run_batch([{"text": null} for null in nulls], talker, template="T: {text}"))
+        assert {result["error"]["message"] for result in results} == {"the column 'text' is null"}
+        assert len(results) == len(nulls)
         kept = [*nulls, float("inf"), np.float64(0.5), [float("nan")]]
-        records = [{"prompt": "a", "max_tokens": 1, "label": one} for one in kept]
+        records = [{"prompt": "a", "max_tokens": 1, "label": label} for label in kept]
         lp.run_batch(records, talker, output=tmp_path / "out.jsonl", keep=(name for name in ["label"]))  # type: ignore[call-overload]
         labels = [strict(line)["label"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert labels == [None] * 6 + [0.5, "[nan]"]
@@ -734,24 +736,24 @@ class TestPython:
         assert len(asyncio.run(cell())) == 2
 
     def test_a_file_in_and_a_file_out(self, talker: lp.Engine, tmp_path: Path) -> None:
-        given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        given.write_text(lines("a", {"prompt": 5}, "b"))
-        summary = lp.run_batch(given, talker, GREEDY, output=out)
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text(lines("a", {"prompt": 5}, "b"))
+        summary = lp.run_batch(source, talker, GREEDY, output=out)
         assert (summary.n_done, summary.n_failed, summary.n_skipped) == (3, 1, 0)
         again = lp.run_batch(["a", {"prompt": 5}, "b", "c"], talker, GREEDY, output=str(out))
         assert (again.n_done, again.n_skipped) == (1, 3)
 
     def test_a_column_of_a_table(self, talker: lp.Engine) -> None:
         texts = ["The cat", "A dog"]
-        expected = [one.text for one in talker.generate(texts, GREEDY)]
+        expected = [completion.text for completion in talker.generate(texts, GREEDY)]
         column = pandas.Series(["gone", *texts])[1:]
-        for given in (column, arrow.chunked_array([texts])):
-            assert [one["text"] for one in lp.run_batch(given, talker, GREEDY)] == expected
+        for table_column in (column, arrow.chunked_array([texts])):
+            assert [result["text"] for result in lp.run_batch(table_column, talker, GREEDY)] == expected
 
     @pytest.mark.parametrize(
         ("records", "message"), [("text", "one str"), (Path("a.txt"), "must end with"), (5, "not iterable")]
     )
-    def test_wrong_records(self, talker: lp.Engine, records: Any, message: str) -> None:
+    def test_wrong_records_are_refused(self, talker: lp.Engine, records: Any, message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             list(lp.run_batch(records, talker))
 
@@ -759,18 +761,18 @@ class TestPython:
 class TestTables:
     @pytest.mark.parametrize("ending", ["csv", "parquet"])
     def test_tables_in_and_out(self, talker: lp.Engine, tmp_path: Path, ending: str) -> None:
-        given, out = tmp_path / f"in.{ending}", tmp_path / f"out.{ending}"
+        source, out = tmp_path / f"in.{ending}", tmp_path / f"out.{ending}"
         rows = [{"id": i, "animal": name} for i, name in enumerate(["cat", "d\nog", "", "fox"] * 700)]
         if ending == "csv":
-            with given.open("w", newline="") as file:
+            with source.open("w", newline="") as file:
                 writer = csv.DictWriter(file, ["id", "animal"])
                 writer.writeheader()
                 writer.writerows(rows)
         else:
-            parquet.write_table(arrow.Table.from_pylist(rows), given)
-        assert (count_records(given) or 0) >= len(rows)
+            parquet.write_table(arrow.Table.from_pylist(rows), source)
+        assert (count_records(source) or 0) >= len(rows)
         params = lp.SamplingParams(max_tokens=1, temperature=0.0)
-        summary = lp.run_batch(given, talker, params, output=out, template="The {animal}")
+        summary = lp.run_batch(source, talker, params, output=out, template="The {animal}")
         assert (summary.n_done, summary.n_failed) == (2800, 0)
         table = arrow_csv.read_csv(out) if ending == "csv" else parquet.read_table(out)
         results = table.to_pylist()
@@ -780,7 +782,7 @@ class TestTables:
         assert results[0]["text"] == talker.generate("The cat", params).text
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == [out.name]
         with pytest.raises(FileExistsError, match="complete already"):
-            lp.run_batch(given, talker, params, output=out, template="The {animal}")
+            lp.run_batch(source, talker, params, output=out, template="The {animal}")
 
     def test_kept_columns_have_the_types_of_their_values(self, talker: lp.Engine, tmp_path: Path) -> None:
         values = {"whole": 5, "part": 0.5, "flag": True, "name": "x", "list": [1, "a"], "empty": None}
@@ -841,7 +843,7 @@ class TestTables:
         with pytest.raises(ValueError, match="cannot be read as Parquet"):
             list(lp.run_batch(tmp_path / "in.parquet", talker))
 
-    def test_without_pyarrow(
+    def test_without_pyarrow_the_extra_is_named(
         self, talker: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -874,22 +876,22 @@ class TestTables:
     ids=str,
 )
 def test_arguments_of_a_wrong_type_are_refused(talker: lp.Engine, options: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"records": ["a"], "engine": talker} | options
+    arguments: dict[str, Any] = {"records": ["a"], "engine": talker} | options
     with pytest.raises(TypeError, match=next(iter(options))):
-        lp.run_batch(**given)
+        lp.run_batch(**arguments)
 
 
 def test_ids_that_are_no_json(talker: lp.Engine, tmp_path: Path) -> None:
     ids = [uuid.UUID(int=5), datetime.date(2026, 1, 2), Decimal("1.5"), b"x", (1, 2), {1: 2}, {(1, 2): 3}]
     ids += [np.int64(7), nested(100_000)]
-    records = [{"prompt": "a", "id": one, "max_tokens": 1} for one in ids]
+    records = [{"prompt": "a", "id": id_, "max_tokens": 1} for id_ in ids]
     out = tmp_path / "out.jsonl"
     assert lp.run_batch(records, talker, output=out) == BatchSummary(
         n_done=len(ids), n_tokens=len(ids), n_cut=len(ids)
     )
-    found = [json.loads(line)["id"] for line in out.read_bytes().splitlines()]
-    assert found[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
-    assert found[7:] == [7, "list"]
+    written = [json.loads(line)["id"] for line in out.read_bytes().splitlines()]
+    assert written[:7] == [str(ids[0]), "2026-01-02", "1.5", "b'x'", [1, 2], {"1": 2}, "{(1, 2): 3}"]
+    assert written[7:] == [7, "list"]
     assert lp.run_batch(records, talker, output=out) == BatchSummary(n_skipped=len(ids))
 
 
@@ -934,28 +936,30 @@ class TestBeforeTheFirstRecord:
             ("in.csv", "a,b\nx,y\n"),
         ],
     )
-    def test_columns(self, talker: lp.Engine, tmp_path: Path, name: str, text: str) -> None:
-        given, out = tmp_path / name, tmp_path / "out.jsonl"
-        given.write_text(text)
+    def test_columns_that_are_missing_are_named(
+        self, talker: lp.Engine, tmp_path: Path, name: str, text: str
+    ) -> None:
+        source, out = tmp_path / name, tmp_path / "out.jsonl"
+        source.write_text(text)
         with pytest.raises(ValueError, match=r"in\.\w+ has no column 'c'; it has 'a'"):
-            lp.run_batch(given, talker, GREEDY, output=out, template="{a} {c}")
+            lp.run_batch(source, talker, GREEDY, output=out, template="{a} {c}")
         with pytest.raises(ValueError, match="has no column 'd'"):
-            lp.run_batch(given, talker, GREEDY, output=out, template="{a}", keep=["d"])
+            lp.run_batch(source, talker, GREEDY, output=out, template="{a}", keep=["d"])
         assert not out.exists()
-        done = lp.run_batch(given, talker, GREEDY, output=out, template="{b}")  # some records have it
+        done = lp.run_batch(source, talker, GREEDY, output=out, template="{b}")  # some records have it
         assert done.n_done - done.n_failed == 1
 
     @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
     def test_a_named_pipe_is_read_once(self, talker: lp.Engine, tmp_path: Path) -> None:
-        given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        os.mkfifo(given)
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        os.mkfifo(source)
         with ThreadPoolExecutor(1) as pool:
-            writes = pool.submit(given.write_text, lines({"a": "x"}, {"a": "y"}))
-            done = lp.run_batch(given, talker, GREEDY, output=out, template="{a}")
+            writes = pool.submit(source.write_text, lines({"a": "x"}, {"a": "y"}))
+            done = lp.run_batch(source, talker, GREEDY, output=out, template="{a}")
             writes.result()
         assert (done.n_done, done.n_failed) == (2, 0)
 
-    def test_params(self, talker: lp.Engine) -> None:
+    def test_params_are_checked(self, talker: lp.Engine) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "x"}}}
         with pytest.raises(ValueError, match="json_schema"):
             lp.run_batch(["a"], talker, lp.SamplingParams(json_schema=schema))

@@ -196,10 +196,10 @@ def test_a_closed_engine_holds_nothing_and_the_next_one_begins_anew(
     make_engine: MakeEngine, short_path: Path
 ) -> None:
     address = f"ipc://{short_path}/events"
-    made = lp.KvEvents(address, f"ipc://{short_path}/replay", block_size=SIZE, topic="kv@here@tiny")
-    engine = make_engine(kv_events=made)
-    assert engine.kv_events == made
-    with Subscriber(made) as subscriber:
+    settings = lp.KvEvents(address, f"ipc://{short_path}/replay", block_size=SIZE, topic="kv@here@tiny")
+    engine = make_engine(kv_events=settings)
+    assert engine.kv_events == settings
+    with Subscriber(settings) as subscriber:
         traffic = Traffic(engine)
         traffic(40)  # a lower number tells that an engine was started again
         subscriber.wait(traffic)
@@ -209,7 +209,7 @@ def test_a_closed_engine_holds_nothing_and_the_next_one_begins_anew(
         engine.close()
         while subscriber.index.blocks:
             subscriber.receive()
-        engine = make_engine(kv_events=made)
+        engine = make_engine(kv_events=settings)
         traffic = Traffic(engine)
         subscriber.wait(traffic)
         try:
@@ -335,8 +335,8 @@ class TestOptions:
             sub.bind("tcp://127.0.0.1:0")
             sub.subscribe("kv@pod-1@")
             address = sub.getsockopt_string(zmq.LAST_ENDPOINT)
-            made = lp.KvEvents(address, topic="kv@pod-1@tiny", connect=True)
-            traffic = Traffic(make_engine(kv_events=made))
+            settings = lp.KvEvents(address, topic="kv@pod-1@tiny", connect=True)
+            traffic = Traffic(make_engine(kv_events=settings))
             while not sub.poll(10):
                 traffic()
             assert sub.recv_multipart()[0] == b"kv@pod-1@tiny"

@@ -41,9 +41,9 @@ def test_logits_are_those_of_the_merged_model(
     with lp.Model(path, kernels=kernels) as model:
         base = logits(model)
         model.load_adapter(file, "a")
-        found = logits(model, model.adapters.choose({"a": scale}))
-    assert np.abs(found - base).max() > 0.1
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+        values = logits(model, model.adapters.choose({"a": scale}))
+    assert np.abs(values - base).max() > 0.1
+    np.testing.assert_allclose(values, expected, rtol=0, atol=2e-4)
 
 
 def test_adapters_add_up(tmp_path: Path, path: Path) -> None:
@@ -52,8 +52,8 @@ def test_adapters_add_up(tmp_path: Path, path: Path) -> None:
         expected = logits(whole)
     with lp.Model(path) as model:
         first, second = (model.load_adapter(file) for file in files)
-        found = logits(model, model.adapters.choose({first: 0.7, second: -1.2}))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+        values = logits(model, model.adapters.choose({first: 0.7, second: -1.2}))
+    np.testing.assert_allclose(values, expected, rtol=0, atol=2e-4)
 
 
 def test_a_context_changes_its_adapters_and_back(tmp_path: Path, path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_context_changes_its_adapters_and_back(tmp_path: Path, path: Path) -> 
         for i in range(2):
             model.load_adapter(make_adapter(tmp_path / f"{i}.gguf", path, seed=i), f"{i}")
         sets = [None, *(model.adapters.choose(f"{i}") for i in range(2))]
-        alone = [logits(model, one) for one in sets]
+        alone = [logits(model, choice) for choice in sets]
         with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
             for i in (1, 0, 2, 1, 2, 0, 0):
                 context.set_adapters(sets[i])
@@ -81,7 +81,7 @@ def test_what_an_adapter_says_of_itself(tmp_path: Path, path: Path, model: lp.Mo
         assert [model.load_adapter(file, "b"), adapter] == model.adapters.loaded()[::-1]
     assert adapter.closed and "closed" in repr(adapter)
     adapter.close()
-    assert [one.name for one in model.adapters.loaded()] == ["b"]
+    assert [loaded.name for loaded in model.adapters.loaded()] == ["b"]
     model.adapters.loaded()[0].close()
 
 
@@ -184,7 +184,7 @@ def test_keys_of_other_types_or_values(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         ((ARRAY, [5, 6], 5), "invocation_tokens must be an array of u32, it is one of i32"),
         ((ARRAY, [b"<tool>"], STRING), "must be an array of u32, it is one of string"),
@@ -195,11 +195,11 @@ def test_keys_of_other_types_or_values(
     ],
 )
 def test_invocation_tokens_that_are_refused(
-    tmp_path: Path, path: Path, model: lp.Model, given: tuple[Any, ...], message: str
+    tmp_path: Path, path: Path, model: lp.Model, value: tuple[Any, ...], message: str
 ) -> None:
     file = make_adapter(tmp_path / "a.gguf", path)
     document = Document.read(file)
-    document.put("adapter.alora.invocation_tokens", *given)
+    document.put("adapter.alora.invocation_tokens", *value)
     document.write(file)
     with pytest.raises(ModelLoadError) as caught:
         model.load_adapter(file)
@@ -222,7 +222,7 @@ def test_invocation_tokens(tmp_path: Path, path: Path, model: lp.Model) -> None:
         assert both.before == model.adapters.choose({c: 0.5}) and alone.before is None
 
 
-def test_other_files(tmp_path: Path, path: Path, model: lp.Model) -> None:
+def test_other_files_are_refused_with_a_fix(tmp_path: Path, path: Path, model: lp.Model) -> None:
     for file, message in ((path, "it is a model"), (tmp_path / "no.gguf", "does not exist")):
         with pytest.raises(ModelLoadError, match=message):
             model.load_adapter(file)
@@ -243,7 +243,7 @@ def test_other_files(tmp_path: Path, path: Path, model: lp.Model) -> None:
         model.load_adapter(tmp_path / "cut.gguf")
 
 
-def test_wrong_arguments(model: lp.Model) -> None:
+def test_wrong_names_are_refused(model: lp.Model) -> None:
     for name, error in ((3, TypeError), ("", ValueError), ("x" * 300, ValueError)):
         with pytest.raises(error, match="name of an adapter"):
             model.load_adapter("a.gguf", name)  # type: ignore[arg-type]

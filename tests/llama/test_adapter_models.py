@@ -52,9 +52,9 @@ def test_experts_have_adapters(tmp_path: Path) -> None:
     expected = of_file(merged(tmp_path / "merged.gguf", path, [(file, 1.0)]))
     with lp.Model(path) as model:
         assert model.load_adapter(file, "a").n_pairs == 7 * shape.layers
-        found = logits(model, model.adapters.choose("a"))
-        assert np.abs(found - logits(model)).max() > 0.1
-    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-4)
+        values = logits(model, model.adapters.choose("a"))
+        assert np.abs(values - logits(model)).max() > 0.1
+    np.testing.assert_allclose(values, expected, rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,9 @@ def test_experts_have_adapters(tmp_path: Path) -> None:
     [("qwen2", 0), ("qwen3", 0), ("gemma2", 0), ("gemma3", 0), ("granite", 0), ("olmo2", 0), ("phi2", 0), ("glm4", 0),
      ("starcoder2", 0), ("gpt-oss", 3), ("mamba", 2), ("minicpm3", 4)],
 )  # fmt: skip
-def test_other_architectures(tmp_path: Path, architecture: str, n_ignored: int) -> None:
+def test_adapters_of_any_matrix_work_or_are_refused(
+    tmp_path: Path, architecture: str, n_ignored: int
+) -> None:
     """Each kind of matrix alone: llama.cpp would ignore a pair whose product its graph does without adapters."""
     path = tmp_path / "model.gguf"
     grow(path, architecture)
@@ -81,9 +83,9 @@ def test_other_architectures(tmp_path: Path, architecture: str, n_ignored: int) 
                     model.load_adapter(file, "a")
                 n_refused += 1
                 continue
-            found = logits(model, model.adapters.choose("a"))
+            values = logits(model, model.adapters.choose("a"))
             model.adapters.loaded()[0].close()
             changed = np.abs(expected - base).max()
             assert changed > 1e-3, matrices
-            assert np.abs(found - expected).max() <= 1e-3 * max(1, changed), matrices
+            assert np.abs(values - expected).max() <= 1e-3 * max(1, changed), matrices
         assert n_refused == n_ignored

@@ -45,14 +45,14 @@ def asleep(tid: str) -> bool:
 
 @pytest.fixture
 def make_context(tiny: lp.Model) -> Iterator[MakeContext]:
-    made: list[Context] = []
+    contexts: list[Context] = []
 
     def make(**options: Any) -> Context:
-        made.append(Context(tiny, **{"n_ctx": 64, "n_threads": 1, **options}))
-        return made[-1]
+        contexts.append(Context(tiny, **{"n_ctx": 64, "n_threads": 1, **options}))
+        return contexts[-1]
 
     yield make
-    for context in made:
+    for context in contexts:
         context.close()
 
 
@@ -268,7 +268,7 @@ def test_a_context_belongs_to_one_thread(context: Context) -> None:
     "name",
     ["n_ctx", "n_seq_max", "n_cells", "n_batch", "n_ubatch", "n_outputs_max", "n_threads", "n_threads_batch"],
 )
-def test_bad_sizes(make_context: MakeContext, name: str, bad: Bad) -> None:
+def test_wrong_sizes_are_refused(make_context: MakeContext, name: str, bad: Bad) -> None:
     optional = ("n_ctx", "n_cells", "n_outputs_max", "n_threads", "n_threads_batch")
     if bad.value is None and name in optional:
         make_context(**{name: None})
@@ -328,7 +328,7 @@ def test_sizes_at_their_limits(make_context: MakeContext, options: dict[str, Any
 
 @pytest.mark.parametrize("bad", CHOICES, ids=names)
 @pytest.mark.parametrize("name", ["type_k", "type_v", "flash_attn"])
-def test_bad_choices(make_context: MakeContext, name: str, bad: Bad) -> None:
+def test_wrong_choices_are_refused(make_context: MakeContext, name: str, bad: Bad) -> None:
     with pytest.raises(bad.error, match=f"^{name} (is|must be)"):
         make_context(**{name: bad.value})
 
@@ -657,6 +657,6 @@ def test_keys_of_4_bits_warn_once(
     for _ in range(2):
         Context(demo, n_ctx=64, type_k="q4_0", type_v="q4_0").close()
         Context(demo, n_ctx=64, type_k="q8_0", type_v="q4_0").close()
-    assert [one.getMessage()[:17] for one in caplog.records if "4 bits" in one.message] == [
+    assert [record.getMessage()[:17] for record in caplog.records if "4 bits" in record.message] == [
         "type_k is 'q4_0':"
     ]

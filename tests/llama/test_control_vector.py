@@ -34,18 +34,18 @@ def model(path: Path) -> Iterator[lp.Model]:
         yield model
 
 
-def close(found: np.ndarray, expected: np.ndarray) -> None:
+def close(values: np.ndarray, expected: np.ndarray) -> None:
     has_kernels = native().lib.lp_kernels_attend()
     error = 2e-4 if has_kernels else 1e-3  # ggml's attention rounds more
-    np.testing.assert_allclose(found, expected, rtol=0, atol=error)
+    np.testing.assert_allclose(values, expected, rtol=0, atol=error)
 
 
 def test_logits_are_those_of_a_model_that_adds_them_itself(tmp_path: Path, path: Path) -> None:
     first = make_control_vector(tmp_path / "calm.gguf", N_EMBD, range(1, 5), seed=1)
     second = make_control_vector(tmp_path / "glad.gguf", N_EMBD, [2, 3], seed=2)
     used = [(first, 0.7), (second, -1.5)]
-    with lp.Model(steered(tmp_path / "one.gguf", path, used[:1])) as one:
-        expected = logits(one)
+    with lp.Model(steered(tmp_path / "one.gguf", path, used[:1])) as single:
+        expected = logits(single)
     with lp.Model(steered(tmp_path / "both.gguf", path, used)) as both:
         expected_both = logits(both)
     with lp.Model(path) as model:
@@ -88,7 +88,7 @@ def test_with_an_adapter_and_back(tmp_path: Path, path: Path) -> None:
         model.load_control_vector(vector)
         choices: list[Any] = [{"v": 0.5, "l": 1}, "v", "l", {"v": -1}]
         sets = [None, *map(model.adapters.choose, choices)]
-        alone = [logits(model, one) for one in sets]
+        alone = [logits(model, choice) for choice in sets]
         close(alone[1], expected)
         with Context(model, n_ctx=64, type_k="f32", type_v="f32", n_threads=1) as context:
             for i in (1, 0, 2, 3, 4, 2, 0, 3, 1, 4, 0):
@@ -106,9 +106,9 @@ def test_requests_choose_them(tmp_path: Path, path: Path) -> None:
 
     def text(engine: lp.Engine, adapter: Any, n_cached: int = 0) -> tuple[int, ...]:
         params = lp.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, adapter=adapter)
-        found = engine.generate(prompt, params)
-        assert found.n_cached_tokens == n_cached
-        return tuple(found.token_ids)
+        completion = engine.generate(prompt, params)
+        assert completion.n_cached_tokens == n_cached
+        return tuple(completion.token_ids)
 
     with lp.Model(steered(tmp_path / "s.gguf", path, [(file, 1.0)])) as whole, engine_of(whole) as engine:
         expected = text(engine, None)
@@ -195,7 +195,9 @@ def test_other_files_and_models(tmp_path: Path, path: Path, model: lp.Model) -> 
     [((0, 2), ValueError), ((1, 5), ValueError), ((3, 2), ValueError), (3, TypeError), ((1, 2, 3), TypeError),
      ((1.0, 2), TypeError)],
 )  # fmt: skip
-def test_wrong_layers(tmp_path: Path, model: lp.Model, layers: object, error: type[Exception]) -> None:
+def test_wrong_layers_are_refused(
+    tmp_path: Path, model: lp.Model, layers: object, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="layers"):
         model.load_control_vector(tmp_path / "v.gguf", layers=layers)  # type: ignore[arg-type]
 

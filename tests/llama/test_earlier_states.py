@@ -42,10 +42,10 @@ def test_wrong_guesses_leave_nothing(tmp_path: Path, name: str) -> None:
                 kept = step[: n - n_back]
                 with Context(model, **options, n_states=N_STATES) as context:  # type: ignore[arg-type]
                     assert context.n_states == N_STATES
-                    found = rows(context, BEGIN, step, [25, 26], n_back=n_back)
+                    values = rows(context, BEGIN, step, [25, 26], n_back=n_back)
                 with Context(model, **options) as context:  # type: ignore[arg-type]
                     expected = rows(context, BEGIN, kept, [25, 26])
-                np.testing.assert_allclose(found, expected, atol=2e-3, err_msg=f"{n_back} of {n}")
+                np.testing.assert_allclose(values, expected, atol=2e-3, err_msg=f"{n_back} of {n}")
 
 
 def test_guesses_of_several_sequences_leave_nothing(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_guesses_of_several_sequences_leave_nothing(tmp_path: Path) -> None:
                         assert context.seq_remove(slot, 12 + kept)
                 places = [12 + kept for kept in n_kept]
                 context.decode(DecodeBatch([25] * len(slots), places, slots, [1] * len(slots)))
-                found = [context.logits(i).copy() for i in range(len(slots))]
-            for row, slot, kept in zip(found, slots, n_kept, strict=True):
+                values = [context.logits(i).copy() for i in range(len(slots))]
+            for row, slot, kept in zip(values, slots, n_kept, strict=True):
                 plain.seq_remove(0)
                 text = [*BEGIN, *(30 + 5 * slot + i for i in range(kept)), 25]
                 plain.decode(DecodeBatch.of_tokens(text, 0))

@@ -45,10 +45,10 @@ class TestOrder:
 
     def test_other_files_stand_before_the_bos_token(self, model: lp.Model) -> None:
         assert model.vocab.fim_tokens == (2397, 2398, 2399, 2396, 2395)
-        found = model.tokenize_fim(
+        tokens = model.tokenize_fim(
             "a", "b", extra=[("one.py", "x"), {"filename": "two.py", "text": "y"}], filename="three.py"
         )
-        assert found == [
+        assert tokens == [
             *[2396, *ids(model, "myproject\n")],
             *[2395, *ids(model, "one.py\n"), *ids(model, "x")],
             *[2395, *ids(model, "two.py\n"), *ids(model, "y")],
@@ -61,11 +61,11 @@ class TestOrder:
         assert model.tokenize_fim("a", "b", extra=[{"text": "x"}]) == named
 
     def test_a_model_without_a_token_for_files_gets_a_line_between_them(self, plain: lp.Model) -> None:
-        found = plain.tokenize_fim(
+        tokens = plain.tokenize_fim(
             "a", "b", extra=[("one.py", "x"), ("two.py", "y")], filename="no place for it"
         )
         line = ids(plain, "\n\n--- snippet ---\n\n")
-        assert found == [*line, *ids(plain, "x"), *line, *ids(plain, "y"), *plain.tokenize_fim("a", "b")]
+        assert tokens == [*line, *ids(plain, "x"), *line, *ids(plain, "y"), *plain.tokenize_fim("a", "b")]
 
     def test_names_of_control_tokens_stay_text(self, plain: lp.Model) -> None:
         name = "</s>"
@@ -100,10 +100,12 @@ class TestWrong:
             ({"n_max": 7}, lp.errors.InvalidRequestError, "may have 7 tokens here, and its marks take 4"),
         ],
     )
-    def test_arguments(self, plain: lp.Model, change: dict[str, Any], error: Any, message: str) -> None:
-        given = {"prefix": "a", "suffix": "b", **change}
+    def test_wrong_arguments_are_refused(
+        self, plain: lp.Model, change: dict[str, Any], error: Any, message: str
+    ) -> None:
+        arguments = {"prefix": "a", "suffix": "b", **change}
         with pytest.raises(error, match=message):
-            plain.tokenize_fim(given.pop("prefix"), given.pop("suffix"), **given)
+            plain.tokenize_fim(arguments.pop("prefix"), arguments.pop("suffix"), **arguments)
 
     def test_a_closed_model(self, tmp_path: Path) -> None:
         model = lp.Model(infilling_model(tmp_path / "fim.gguf"))

@@ -111,9 +111,9 @@ def test_loads_at_the_same_time_get_what_they_ask_for(path: Path) -> None:
 
     wanted: list[Kernels] = ["auto", "ggml"] * 4
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(load, wanted))
+        results = list(pool.map(load, wanted))
     n = len(product_bytes(path))
-    assert [("ggml", 0) if kernels == "ggml" else (found[0][0], n) for kernels in wanted] == found
+    assert [("ggml", 0) if kernels == "ggml" else (results[0][0], n) for kernels in wanted] == results
 
 
 def test_a_load_within_a_load_gets_what_it_asks_for(path: Path) -> None:

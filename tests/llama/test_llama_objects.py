@@ -30,11 +30,11 @@ TEXTS = [
 
 # ---- Model and Vocab
 def test_a_model_tells_what_its_file_says(tiny: lp.Model) -> None:
-    found = tiny.metadata
-    assert found["general.architecture"] == "llama"
-    assert tiny.n_embd == int(found["llama.embedding_length"]) == 64
-    assert tiny.n_layer == int(found["llama.block_count"]) == 2
-    assert tiny.n_ctx_train == int(found["llama.context_length"]) == 512
+    metadata = tiny.metadata
+    assert metadata["general.architecture"] == "llama"
+    assert tiny.n_embd == int(metadata["llama.embedding_length"]) == 64
+    assert tiny.n_layer == int(metadata["llama.block_count"]) == 2
+    assert tiny.n_ctx_train == int(metadata["llama.context_length"]) == 512
     assert tiny.n_vocab == tiny.vocab.n_vocab == 512
     assert tiny.n_params > 50_000
     assert 0 < tiny.size_bytes < tiny.path.stat().st_size
@@ -51,8 +51,8 @@ def test_the_shipped_model_has_a_chat_template(demo: lp.Model) -> None:
 
 
 def test_devices_have_a_processor() -> None:
-    found = lp.devices()
-    cpu = next(device for device in found if device.type == "cpu")
+    devices = lp.devices()
+    cpu = next(device for device in devices if device.type == "cpu")
     assert cpu.memory_total >= cpu.memory_free > 0
     assert cpu.name
     assert cpu.backend
@@ -93,7 +93,7 @@ def test_bytes_that_form_no_character_are_replaced(tiny: lp.Model) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff", "\udc80\udc81"])
-def test_lone_surrogates(tiny: lp.Model, text: str) -> None:
+def test_lone_surrogates_are_refused(tiny: lp.Model, text: str) -> None:
     with pytest.raises(ValueError, match=r"^text has a lone surrogate at \d"):
         tiny.tokenize(text)
 

@@ -30,13 +30,13 @@ def logprobs(**options: Any) -> list[float]:
 
 # ---- metadata
 def test_values_are_changed() -> None:
-    given: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "llama.context_length": 100,
         "llama.rope.freq_base": 5000,
         "general.name": "Other",
         "x.is": True,
     }
-    with lp.Model(DEMO, kv_overrides=given) as model, lp.Model(DEMO) as plain:
+    with lp.Model(DEMO, kv_overrides=overrides) as model, lp.Model(DEMO) as plain:
         assert model.n_ctx_train == 100
         assert (model.metadata["general.name"], model.metadata["x.is"]) == ("Other", "true")
         assert model.file_metadata["llama.rope.freq_base"] == 5000.0
@@ -54,7 +54,7 @@ def test_a_changed_value_is_what_is_computed_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("overrides", "says"),
     [
         (
             {"llama.context_length": "many"},
@@ -71,14 +71,14 @@ def test_a_changed_value_is_what_is_computed_with() -> None:
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
     ],
 )
-def test_the_changed_file_is_checked(given: Mapping[str, Any], says: str) -> None:
+def test_the_changed_file_is_checked(overrides: Mapping[str, Any], says: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        lp.Model(DEMO, kv_overrides=given)
+        lp.Model(DEMO, kv_overrides=overrides)
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "says"),
+    ("overrides", "error", "says"),
     [
         ("a=b", TypeError, "must be a mapping"),
         ({1: 2}, TypeError, "keys of type str"),
@@ -96,9 +96,9 @@ def test_the_changed_file_is_checked(given: Mapping[str, Any], says: str) -> Non
         ({"tokenizer.chat_template": "x"}, ValueError, "give chat_template"),
     ],
 )
-def test_what_llama_cpp_cannot_take_is_refused(given: Any, error: type[Exception], says: str) -> None:
+def test_what_llama_cpp_cannot_take_is_refused(overrides: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        lp.Model(DEMO, kv_overrides=given)
+        lp.Model(DEMO, kv_overrides=overrides)
 
 
 def test_random_changes_end_nothing() -> None:
@@ -109,9 +109,11 @@ def test_random_changes_end_nothing() -> None:
     values = [0, 1, 3, 64, 2400, 2**31, 2**32 - 1, -1, 2**62, 0.0, 1e-30, 1e30, True, "", "llama", "none"]
     n_loaded = 0
     for _ in range(150):
-        given: dict[str, Any] = {rng.choice(keys): rng.choice(values) for _ in range(rng.choice([1, 1, 2]))}
+        overrides: dict[str, Any] = {
+            rng.choice(keys): rng.choice(values) for _ in range(rng.choice([1, 1, 2]))
+        }
         try:
-            model = lp.Model(DEMO, kv_overrides=given, kernels=rng.choice(["auto", "ggml"]))
+            model = lp.Model(DEMO, kv_overrides=overrides, kernels=rng.choice(["auto", "ggml"]))
         except (ModelLoadError, ValueError):
             continue
         with model, lp.Engine(model, n_ctx=64, n_seq_max=1) as engine:
@@ -122,7 +124,7 @@ def test_random_changes_end_nothing() -> None:
 
 # ---- tensors
 @pytest.mark.parametrize(
-    ("given", "error", "says"),
+    ("placement", "error", "says"),
     [
         ({"ffn_upp": "CPU"}, ValueError, "is in the name of no tensor"),
         ({"ffn_(": "CPU"}, ValueError, "not a regular expression"),
@@ -132,9 +134,9 @@ def test_random_changes_end_nothing() -> None:
         ("exps=CPU", TypeError, "must be a mapping"),
     ],
 )
-def test_bad_placements(given: Any, error: type[Exception], says: str) -> None:
+def test_wrong_placements_are_refused(placement: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        lp.Model(DEMO, tensor_placement=given)
+        lp.Model(DEMO, tensor_placement=placement)
 
 
 def test_experts_of_a_model_without_some() -> None:
@@ -193,9 +195,9 @@ def test_names_are_taken_literally() -> None:
     with lp.Model(DEMO) as model:
         names = list(model.tensors)
     placed = {name: lp.devices()[-1] for name in names if "attn_q" in name or name == "token_embd.weight"}
-    made, texts = _overrides.native_placement(native().ffi, native().lib, placed)
+    entries, texts = _overrides.native_placement(native().ffi, native().lib, placed)
     patterns = [native().ffi.string(text).decode() for text in texts]
-    assert len(made) == len(patterns) + 1 == 3
+    assert len(entries) == len(patterns) + 1 == 3
     assert {name for name in names if any(re.search(p, name) for p in patterns)} == set(placed)
 
 

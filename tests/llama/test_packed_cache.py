@@ -85,8 +85,8 @@ def log_probabilities(model: lp.Model) -> np.ndarray:
 
 def file_in(folder: Path) -> Path:
     """The only file of a folder."""
-    (found,) = folder.iterdir()
-    return found
+    (file,) = folder.iterdir()
+    return file
 
 
 def load(path: Path, folder: Path) -> tuple[np.ndarray, Path | None]:
@@ -100,9 +100,9 @@ def identity(path: Path) -> tuple[int, int]:
 
 
 def anonymous_bytes() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def test_the_first_load_writes_and_others_map(
@@ -154,9 +154,9 @@ def test_a_deleted_file_stays_mapped_and_is_written_again(
     with lp.Model(path, packed_cache=folder) as model:
         shutil.rmtree(folder)
         np.testing.assert_array_equal(log_probabilities(model), expected)
-    found, file = load(path, folder)
+    values, file = load(path, folder)
     assert file == file_in(folder)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -233,9 +233,9 @@ def test_a_file_that_does_not_fit_is_written_again(
     change, why = DAMAGES[damage]
     with file.open("rb"):  # or the new file could get the number of the old one
         change(file)
-        found, again = load(path, folder)
+        values, again = load(path, folder)
         assert again == file_in(folder) and file.stat().st_ino != before
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
     (message,) = warnings(caplog)
     assert why in message and str(file) in message
     caplog.clear()
@@ -264,9 +264,9 @@ def test_a_link_is_not_followed(
     file.rename(other)
     content = other.read_bytes()
     file.with_name(file.name + name).symlink_to(other)
-    found, mapped = load(path, folder)
+    values, mapped = load(path, folder)
     assert mapped is None and other.read_bytes() == content
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
     (message,) = warnings(caplog)
     assert message.endswith(f"cannot be used: {file}{name} is a symbolic link")
 
@@ -278,9 +278,9 @@ def test_a_folder_in_its_place(
     file = file_in(folder)
     file.unlink()
     file.mkdir()
-    found, mapped = load(path, folder)
+    values, mapped = load(path, folder)
     assert mapped is None and file_in(folder) == file
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
     (message,) = warnings(caplog)
     assert "not a regular file" in message
 
@@ -321,9 +321,9 @@ def test_a_load_that_is_killed_while_it_writes(
     run_script(KILLED, path, folder, call, exit_code=-signal.SIGKILL)
     assert file_in(folder).name.endswith(".partial")
     for _ in range(2):
-        found, file = load(path, folder)
+        values, file = load(path, folder)
         assert file == file_in(folder)
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(values, expected)
     assert not warnings(caplog)
 
 
@@ -350,9 +350,9 @@ lp.Model(sys.argv[1], packed_cache=sys.argv[2], progress=progress)
         assert waits.wait(60)
         other.send(signal.SIGKILL)
         killed.set()
-        found, file = waiting.result()
+        values, file = waiting.result()
     assert file == file_in(folder)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_a_partial_file_that_is_replaced_is_not_taken(
@@ -382,9 +382,9 @@ def test_what_a_killed_load_left_is_overwritten(
     file.rename(partial)
     os.truncate(partial, partial.stat().st_size + 12345)
     for _ in range(2):
-        found, again = load(path, folder)
+        values, again = load(path, folder)
         assert again == file == file_in(folder)
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(values, expected)
     assert not warnings(caplog)
 
 
@@ -400,9 +400,9 @@ def test_a_replaced_model_does_not_get_the_weights_of_the_old_one(
         f.write(bytes(4096))
     with lp.Model(path) as model:
         expected = log_probabilities(model)
-    found, again = load(path, folder)
+    values, again = load(path, folder)
     assert again is not None and again in folder.iterdir()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
     assert again != file or "was replaced" in caplog.text
 
 
@@ -457,20 +457,20 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     """Where a file is expected to be a folder, as root may write to every folder."""
     (tmp_path / "file").write_text("")
-    found, file = load(path, tmp_path / "file" / "packed")
+    values, file = load(path, tmp_path / "file" / "packed")
     assert file is None and len(warnings(caplog)) == 1
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_a_read_only_folder_that_has_the_file(path: Path, folder: Path, expected: np.ndarray) -> None:
     load(path, folder)
     folder.chmod(0o500)
     try:
-        found, file = load(path, folder)
+        values, file = load(path, folder)
     finally:
         folder.chmod(0o700)
     assert file == file_in(folder)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 @pytest.mark.parametrize(("mode", "expected_mode"), [(0o644, 0o644), (0o640, 0o600)])
@@ -491,9 +491,9 @@ def test_loads_at_the_same_time_write_one_file(path: Path, folder: Path, expecte
     """All but one wait, then they map it."""
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: load(path, folder), range(4)))
-    for found, file in results:
+    for values, file in results:
         assert file == file_in(folder)
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(values, expected)
 
 
 def test_loads_at_the_same_time_share_what_replaces_a_file_that_does_not_fit(
@@ -548,9 +548,9 @@ def test_a_load_that_hangs_is_not_waited_for_without_end(
     monkeypatch.setattr("llamapipe.llama._packed_cache._WAIT_S", 0.1)
     with partial.open("r+b") as other:
         files.lock(other.fileno())
-        found, file = load(path, folder)
+        values, file = load(path, folder)
     assert file is None and "another load" in caplog.text
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
 OTHER = """
@@ -622,7 +622,7 @@ def test_where_nothing_is_packed_nothing_is_written(path: Path, folder: Path) ->
     assert not folder.exists()
 
 
-def test_wrong_options(path: Path, folder: Path) -> None:
+def test_options_that_rule_a_cache_out_are_refused(path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"packed_cache maps .* kernels='ggml' does not allow"):
         lp.Model(path, packed_cache=folder, kernels="ggml")
     with pytest.raises(ValueError, match="use_mmap=False does not allow"):
@@ -727,18 +727,18 @@ def vectors(model: lp.Model) -> np.ndarray:
 
 def adapted(model: lp.Model) -> np.ndarray:
     """With a LoRA for all of a text, and one that its second half invokes."""
-    made = model.path.with_name("adapter.gguf")
-    found = []
+    adapter_file = model.path.with_name("adapter.gguf")
+    logprobs = []
     for invocation in (None, PROMPT[20:22]):
         file = make_adapter(
-            made, model.path, invocation=invocation, matrices=r"blk\..\.(ffn_gate|attn_q)\.weight"
+            adapter_file, model.path, invocation=invocation, matrices=r"blk\..\.(ffn_gate|attn_q)\.weight"
         )
         with (
             model.load_adapter(file, "a"),
             lp.Engine(model, n_ctx=128, n_seq_max=2, n_threads=1, adapters=["a"]) as engine,
         ):
-            found.append(engine.score_tokens([PROMPT], adapter="a")[0].logprobs)
-    return np.array(found)
+            logprobs.append(engine.score_tokens([PROMPT], adapter="a")[0].logprobs)
+    return np.array(logprobs)
 
 
 def n_mapped(file: Path | None, pid: int | str = "self") -> int:

@@ -80,11 +80,11 @@ def compute(
     outputs = [int(not last_only or i == len(part) - 1) for _, part in parts for i in range(len(part))]
     context.clear()
     context.decode(lp.DecodeBatch(tokens, positions, seq_ids, outputs))
-    found, at = [], 0
+    computed, at = [], 0
     for _, part in parts:
-        found.append(np.array([context.logits(at + i) for i in range(len(part)) if outputs[at + i]]))
+        computed.append(np.array([context.logits(at + i) for i in range(len(part)) if outputs[at + i]]))
         at += len(part)
-    return found
+    return computed
 
 
 def choose(model: lp.Model, choice: Any) -> AdapterSet | None:
@@ -107,9 +107,9 @@ def test_rows_are_those_of_each_alone(model: lp.Model, n: int, last_only: bool, 
         context.set_adapters(choose(model, "a"), carries=True)
         for i, choice in enumerate(CHOICES):
             context.assign_adapters(i, choose(model, choice))
-        found = compute(context, parts, last_only)
+        computed = compute(context, parts, last_only)
     for i in range(8):
-        np.testing.assert_array_equal(found[i], alone[i], err_msg=str((i, CHOICES[i])))
+        np.testing.assert_array_equal(computed[i], alone[i], err_msg=str((i, CHOICES[i])))
     assert len({rows.tobytes() for rows in alone}) == 8
 
 
@@ -132,18 +132,18 @@ def test_rows_with_several_loras(model: lp.Model, n: int, last_only: bool, n_thr
         for part, choice in zip(parts, SEVERAL, strict=True):
             context.assign_adapters(part[0], choose(model, choice))
             alone += compute(context, [part], last_only)
-        found = compute(context, parts, last_only)
+        computed = compute(context, parts, last_only)
         context.assign_adapters(0, None)
         context.assign_adapters(2, choose(model, "b"))
         changed = compute(context, parts, last_only)
         context.set_adapters(None)
         base = compute(context, parts[:1], last_only)[0]
     for i, choice in enumerate(SEVERAL):
-        np.testing.assert_array_equal(found[i], alone[i], err_msg=str(choice))
-        np.testing.assert_allclose(found[i], theirs[i], rtol=0, atol=2e-5 * np.abs(theirs[i]).max())
+        np.testing.assert_array_equal(computed[i], alone[i], err_msg=str(choice))
+        np.testing.assert_allclose(computed[i], theirs[i], rtol=0, atol=2e-5 * np.abs(theirs[i]).max())
     np.testing.assert_array_equal(changed[0], base)
     np.testing.assert_array_equal(changed[1], alone[1])
-    assert len({rows.tobytes() for rows in found}) == len(SEVERAL)
+    assert len({rows.tobytes() for rows in computed}) == len(SEVERAL)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_what_carries_what(model: lp.Model, carrier: Any, adapters: Any, expecte
 
 
 @pytest.mark.parametrize("architecture", sorted(ROWS_ARE_TOKENS))
-def test_architectures(tmp_path: Path, architecture: str) -> None:
+def test_rows_of_other_architectures_are_those_of_each_alone(tmp_path: Path, architecture: str) -> None:
     """In their graphs each row of a product with an adapter is an entry of the batch, or an output."""
     path = tmp_path / "model.gguf"
     grow(path, architecture)
@@ -186,6 +186,6 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
                 context.set_adapters(choose(model, "0"), carries=True)
                 for i, choice in enumerate(choices):
                     context.assign_adapters(i, choose(model, choice))
-                found = compute(context, parts, last_only)
-            for row, expected in zip(found, alone, strict=True):
+                computed = compute(context, parts, last_only)
+            for row, expected in zip(computed, alone, strict=True):
                 np.testing.assert_allclose(row, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

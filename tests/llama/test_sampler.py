@@ -24,14 +24,14 @@ Row = npt.NDArray[np.float32]
 
 @pytest.fixture
 def make_chain(tiny: lp.Model) -> Iterator[Callable[..., Chain]]:
-    made: list[Chain] = []
+    chains: list[Chain] = []
 
     def make(seed: int = 0) -> Chain:
-        made.append(Chain(tiny.vocab, seed))
-        return made[-1]
+        chains.append(Chain(tiny.vocab, seed))
+        return chains[-1]
 
     yield make
-    for chain in made:
+    for chain in chains:
         chain.close()
 
 
@@ -233,14 +233,14 @@ def test_forbidding_every_token_is_an_error(chain: Chain, row: Row) -> None:
 def test_rows_of_other_numbers_are_converted(chain: Chain, row: Row, kind: Any) -> None:
     chain.add_temperature(0)
     whole = np.round(row * 100)
-    given = whole.tolist() if kind is list else whole.astype(kind)
-    assert chain.sample(given) == int(whole.argmax())
+    values = whole.tolist() if kind is list else whole.astype(kind)
+    assert chain.sample(values) == int(whole.argmax())
     assert chain.sample(np.stack([whole, whole], axis=1)[:, 0]) == int(whole.argmax())  # not contiguous
 
 
 # ---- wrong arguments
 @pytest.mark.parametrize("bad", [*INTEGERS, Bad(-1, ValueError)], ids=names)
-def test_bad_seeds(tiny: lp.Model, bad: Bad) -> None:
+def test_wrong_seeds_are_refused(tiny: lp.Model, bad: Bad) -> None:
     with pytest.raises(bad.error, match=r"^seed (is|must be)"):
         Chain(tiny.vocab, bad.value)
 
@@ -266,7 +266,7 @@ def test_bad_accepted_tokens(chain: Chain, bad: Bad) -> None:
         (["a"] * 512, TypeError),
     ],
 )
-def test_bad_rows(chain: Chain, row: Row, logits: Any, error: type[Exception]) -> None:
+def test_wrong_rows_are_refused(chain: Chain, row: Row, logits: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^logits (must be|have)"):
         chain.sample(logits)
     assert chain.sample(row) == next(chain_of_seed_7(row))

@@ -181,11 +181,11 @@ class TestDraw:
                 drawn = Counter(sampler.sample(row) for _ in range(n))
             ids, p = chain.candidates(row)
             assert drawn.keys() <= set(ids)
-            expected, found = p * n, np.array([drawn[i] for i in ids])
+            expected, counts = p * n, np.array([drawn[i] for i in ids])
             rare = expected < 10  # together one bin
             expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
-            found = np.append(found[~rare], found[rare].sum())
-            chi2 = float(((found - expected) ** 2 / expected).sum())
+            counts = np.append(counts[~rare], counts[rare].sum())
+            chi2 = float(((counts - expected) ** 2 / expected).sum())
             freedom = len(expected) - 1
             assert abs(chi2 - freedom) < 4 * math.sqrt(2 * freedom), chain
 
@@ -446,7 +446,7 @@ class TestFactory:
             params = SamplingParams(repeat_penalty=1.5, repeat_last_n=n)
             assert SamplerFactoryCache(vocabs[100], 64).sampler_factory(params).history(tokens) == expected
 
-    def test_seeds(self) -> None:
+    def test_a_seed_is_drawn_if_none_is_asked_for(self) -> None:
         assert choose_seed(SamplingParams(seed=11)) == 11
         assert choose_seed(SamplingParams(seed=0)) == 0
         drawn = {choose_seed(SamplingParams()) for _ in range(20)}

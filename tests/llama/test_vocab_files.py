@@ -67,16 +67,16 @@ def cases(folder: Path, name: str) -> list[tuple[str, list[int]]]:
 
 
 def test_none_is_forgotten(folder: Path) -> None:
-    found = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
-    assert found == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
+    names = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
+    assert names == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
 
 
-def test_ids(model: Model, cases: list[tuple[str, list[int]]]) -> None:
+def test_texts_have_the_ids_of_the_files(model: Model, cases: list[tuple[str, list[int]]]) -> None:
     for text, ids in cases:
         assert model.tokenize(text, add_special=False, parse_special=False) == ids, repr(text)
 
 
-def test_round_trip(model: Model, name: str, cases: list[tuple[str, list[int]]]) -> None:
+def test_ids_give_their_texts_back(model: Model, name: str, cases: list[tuple[str, list[int]]]) -> None:
     kind = VOCABULARIES[name]
     for text, ids in cases:
         joined = b"".join(model.piece(token) for token in ids).decode("utf-8", "replace")

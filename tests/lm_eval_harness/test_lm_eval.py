@@ -31,17 +31,17 @@ def request(kind: str, *arguments: Any) -> Any:
 
 
 def likelihoods(lm: LlamapipeLM, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
-    found: list[tuple[float, bool]] = lm.loglikelihood(
+    scores: list[tuple[float, bool]] = lm.loglikelihood(
         [request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True
     )
-    return found
+    return scores
 
 
 def texts(lm: LlamapipeLM, *pairs: tuple[str, dict[str, Any]]) -> list[str]:
-    found: list[str] = lm.generate_until(
+    answers: list[str] = lm.generate_until(
         [request("generate_until", *pair) for pair in pairs], disable_tqdm=True
     )
-    return found
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,15 @@ class TestScores:
         used = lm.engine.stats().n_prompt_tokens - before
         assert used < 2 * len(lm.tok_encode("Counting from 7 to 30:" * 9))
 
-    def test_whole_texts(self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model) -> None:
+    def test_whole_texts_are_scored_in_windows(
+        self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model
+    ) -> None:
         long = ", ".join(map(str, range(1, 300)))
-        given = ["Once upon a time, there was a fox.", long, "", "A"]
+        documents = ["Once upon a time, there was a fox.", long, "", "A"]
         totals = lm.loglikelihood_rolling(
-            [request("loglikelihood_rolling", t) for t in given], disable_tqdm=True
+            [request("loglikelihood_rolling", t) for t in documents], disable_tqdm=True
         )
-        for text, total in zip(given, totals, strict=True):
+        for text, total in zip(documents, totals, strict=True):
             expected, n = plain.rolling(text, 256)
             assert total == pytest.approx(expected, abs=BOUND * math.sqrt(max(n, 1)))
         assert totals[2] == 0
@@ -122,7 +124,7 @@ class TestScores:
         with pytest.raises(ValueError, match=message):
             likelihoods(lm, pair)
 
-    def test_no_requests(self, lm: LlamapipeLM) -> None:
+    def test_no_requests_have_no_answers(self, lm: LlamapipeLM) -> None:
         assert likelihoods(lm) == []
         assert texts(lm) == []
         assert lm.loglikelihood_rolling([], disable_tqdm=True) == []
@@ -139,25 +141,25 @@ class TestTexts:
             ("1, 2, 3,", {"max_new_tokens": 5, "num_beams": 1}),
             ("", {"max_gen_toks": 3}),
         ]
-        found = texts(lm, *pairs)
-        assert found[0] == " A cow says moo."
-        assert found[1] == " A cow "
-        assert found[2] == " 4, 5, 6,"
-        assert found[3] == plain.text(demo.tokenize("1, 2, 3,"), [], 5)
-        assert found[4]
+        answers = texts(lm, *pairs)
+        assert answers[0] == " A cow says moo."
+        assert answers[1] == " A cow "
+        assert answers[2] == " 4, 5, 6,"
+        assert answers[3] == plain.text(demo.tokenize("1, 2, 3,"), [], 5)
+        assert answers[4]
 
     def test_long_prompts_lose_their_beginning(
         self, lm: LlamapipeLM, plain: PlainScores, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
         context = ", ".join(map(str, range(1, 100))) + ","
-        (found,) = texts(lm, (context, {"max_gen_toks": 20, "until": ["."]}))
-        assert found == plain.text(demo.tokenize(context)[-(256 - 20) :], ["."], 20)
+        (answer,) = texts(lm, (context, {"max_gen_toks": 20, "until": ["."]}))
+        assert answer == plain.text(demo.tokenize(context)[-(256 - 20) :], ["."], 20)
         assert "lost their beginning" in caplog.text
 
     def test_sampling_follows_the_seed(self, lm: LlamapipeLM) -> None:
         hot = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 20, "until": []}
-        one, two, other = texts(lm, *[("Once upon a time,", {**hot, "seed": seed}) for seed in (3, 3, 4)])
-        assert one == two != other
+        first, again, other = texts(lm, *[("Once upon a time,", {**hot, "seed": seed}) for seed in (3, 3, 4)])
+        assert first == again != other
         assert len(set(texts(lm, *[("Once upon a time,", hot)] * 4))) > 1
 
     @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ class TestModel:
             ({"path": "/nowhere.gguf"}, "nowhere.gguf"),
         ],
     )
-    def test_wrong_arguments(self, arguments: dict[str, Any], message: str) -> None:
+    def test_wrong_arguments_are_refused(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises((TypeError, ValueError, lp.errors.ModelLoadError), match=message):
             LlamapipeLM(**arguments)
 

@@ -29,16 +29,16 @@ TASKS = ["llamapipe_questions", "llamapipe_stories", "llamapipe_answers"]
 
 
 def numbers(model: Any, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
         tasks=TASKS,
         task_manager=TaskManager(include_path=str(Path(__file__).parent / "tasks"), include_defaults=False),
         bootstrap_iters=0,
     )
-    assert found is not None
-    kept: dict[str, Any] = found["results"]
-    samples = {task: [sample["filtered_resps"] for sample in found["samples"][task]] for task in TASKS}
+    assert results is not None
+    kept: dict[str, Any] = results["results"]
+    samples = {task: [sample["filtered_resps"] for sample in results["samples"][task]] for task in TASKS}
     return {"results": kept, "samples": samples}
 
 

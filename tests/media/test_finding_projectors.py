@@ -33,18 +33,18 @@ def text(tmp_path: Path) -> Path:
     return model_with_tile_tokens(tmp_path / "text-Q8_0.gguf")
 
 
-def found(model: Path, mmproj: Any = "auto") -> str | None:
+def projector_of(model: Path, mmproj: Any = "auto") -> str | None:
     with lp.Model(model, mmproj=mmproj) as loaded:
         assert loaded.supports_images is (loaded.projector is not None)
         return None if loaded.projector is None else loaded.projector.path.name
 
 
 def test_the_only_projector_of_a_folder_is_found_and_loaded_with_the_first_image(text: Path) -> None:
-    assert found(text) is None
+    assert projector_of(text) is None
     idefics3_projector(text.with_name("mmproj-any-f16.gguf"))
-    assert found(text) == "mmproj-any-f16.gguf"
+    assert projector_of(text) == "mmproj-any-f16.gguf"
     off: list[Any] = [None, False, "off"]
-    assert [found(text, value) for value in off] == [None] * 3
+    assert [projector_of(text, value) for value in off] == [None] * 3
     script = """
     import sys
     import llamapipe as lp
@@ -69,7 +69,7 @@ def test_others_do_not_fit(text: Path) -> None:
     gemma3_projector(text.with_name("mmproj-wide.gguf"), n_embd=256)
     text.with_name("mmproj-damaged.gguf").write_bytes(b"GGUF damaged")
     text.with_name("mmproj-folder.gguf").mkdir()
-    assert found(text) is None
+    assert projector_of(text) is None
     with (
         lp.Model(text) as model,
         lp.Engine(model, n_ctx=512, n_seq_max=1) as engine,
@@ -79,16 +79,16 @@ def test_others_do_not_fit(text: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"has no projector \(mmproj\*.gguf\) of the same model beside it"
     ):
-        found(text, True)
+        projector_of(text, True)
 
 
 def test_in_a_folder_of_several_models_names_decide(text: Path) -> None:
     tiny_model(text.with_name("other.gguf"))
     any_name = idefics3_projector(text.with_name("mmproj-f16.gguf"))
-    assert found(text) is None  # of which model?
+    assert projector_of(text) is None  # of which model?
     any_name.unlink()
     idefics3_projector(text.with_name("mmproj-f16.gguf"), title="Llamapipe-Demo")
-    assert found(text) == "mmproj-f16.gguf"
+    assert projector_of(text) == "mmproj-f16.gguf"
     idefics3_projector(text.with_name("mmproj-Text-BF16.gguf"))
     with (
         lp.Model(text) as model,
@@ -97,9 +97,9 @@ def test_in_a_folder_of_several_models_names_decide(text: Path) -> None:
     ):
         engine.chat(QUESTION)
     with pytest.raises(ModelLoadError, match="give mmproj the path of one"):
-        found(text, True)
+        projector_of(text, True)
     text.with_name("mmproj-f16.gguf").unlink()
-    assert found(text) == found(text, True) == "mmproj-Text-BF16.gguf"
+    assert projector_of(text) == projector_of(text, True) == "mmproj-Text-BF16.gguf"
 
 
 def test_a_projector_that_changes_before_the_first_image(text: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_has_positions_with_a_height_and_a_width(tmp_path: Path) -> None:
         assert not loaded.has_mrope
 
 
-def test_wrong_values(text: Path) -> None:
+def test_wrong_projectors_are_refused(text: Path) -> None:
     with pytest.raises(TypeError, match="mmproj must be a path, a bool or None, not int"):
         lp.Model(text, mmproj=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no model on the hub"):
@@ -142,7 +142,7 @@ def test_the_doctor_says_what_messages_may_have(text: Path) -> None:
         command = [sys.executable, "-m", "llamapipe", "doctor", "-m", str(text), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
         report = json.loads(done.stdout)
-        finding: str = next(one["detail"] for one in report["findings"] if one["name"] == "images")
+        finding: str = next(entry["detail"] for entry in report["findings"] if entry["name"] == "images")
         return f"{finding} {report['model']['images']} {report['model']['audio']}"
 
     assert doctor().startswith("no: no projector")

@@ -50,16 +50,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = folder / "f32.gguf"
     document.write(path)
     mmproj = PROJECTORS[request.param](folder / "mmproj.gguf")
-    with lp.Model(path, mmproj=mmproj, kernels="ggml") as made:
-        yield made
+    with lp.Model(path, mmproj=mmproj, kernels="ggml") as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
 def reference(model: lp.Model) -> Iterator[Reference]:
     assert model.projector is not None
-    made = Reference(model, model.projector.path, **CELLS)
-    yield made
-    made.close()
+    libmtmd = Reference(model, model.projector.path, **CELLS)
+    yield libmtmd
+    libmtmd.close()
 
 
 def question(*seeds: int, text: str = "Look: ") -> tuple[list[dict[str, Any]], list[Any]]:
@@ -88,16 +88,18 @@ def expected(model: lp.Model, reference: Reference, messages: list[dict[str, Any
     return reference.logprobs(model.render_chat(shown), images)[1]
 
 
-def check(found: lp.ChatCompletion, wanted: Any) -> None:
+def check(completion: lp.ChatCompletion, wanted: Any) -> None:
     """The first token's probabilities are those."""
-    logprobs = found.choices[0].logprobs
+    logprobs = completion.choices[0].logprobs
     assert logprobs is not None
     for entry in logprobs[0].top:
         assert abs(float(wanted[entry.id]) - entry.logprob) < 1e-4
 
 
 @pytest.mark.parametrize("seeds", [(0,), (1,), (2, 3), (0, 1, 2, 3)])
-def test_one_alone(model: lp.Model, reference: Reference, seeds: tuple[int, ...]) -> None:
+def test_images_give_the_probabilities_of_libmtmd(
+    model: lp.Model, reference: Reference, seeds: tuple[int, ...]
+) -> None:
     messages, _ = question(*seeds)
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
         check(engine.chat(messages, ONE), expected(model, reference, messages))
@@ -124,9 +126,9 @@ def test_many_beside_each_other(
     ) as engine:
         for again in (False, True):
             n_cached = 0
-            for messages, found in zip(asked, engine.chat(asked, ONE), strict=True):
-                check(found, expected(model, reference, messages))
-                n_cached += found.n_cached_tokens
+            for messages, completion in zip(asked, engine.chat(asked, ONE), strict=True):
+                check(completion, expected(model, reference, messages))
+                n_cached += completion.n_cached_tokens
             assert n_cached > (300 if again else 0)
             engine.check_integrity()
 
@@ -139,10 +141,14 @@ def test_turns_continue_the_cells_of_the_turn_before(
     params = lp.SamplingParams(max_tokens=9, logprobs=20, temperature=0, ignore_eos=True)
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=2, **options) as engine:
         for turn in range(3):
-            found = engine.chat(messages, params)
-            assert turn == 0 or found.n_cached_tokens > 50
-            check(found, expected(model, reference, messages))
-            messages = [*messages, {"role": "assistant", "content": found.content}, question(turn + 1)[0][0]]
+            completion = engine.chat(messages, params)
+            assert turn == 0 or completion.n_cached_tokens > 50
+            check(completion, expected(model, reference, messages))
+            messages = [
+                *messages,
+                {"role": "assistant", "content": completion.content},
+                question(turn + 1)[0][0],
+            ]
         engine.check_integrity()
 
 
@@ -152,9 +158,9 @@ def test_cells_that_were_saved_come_back_with_their_positions(model: lp.Model, r
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
         for again in (False, True):
             for messages in asked:
-                found = engine.chat(messages, ONE)
-                check(found, expected(model, reference, messages))
-                assert found.n_cached_tokens > 50 or not again
+                completion = engine.chat(messages, ONE)
+                check(completion, expected(model, reference, messages))
+                assert completion.n_cached_tokens > 50 or not again
         engine.check_integrity()
 
 

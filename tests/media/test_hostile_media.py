@@ -40,16 +40,16 @@ def test_mutated_files_are_decoded_or_refused() -> None:
     messages = []
     for number in range(N_MUTANTS):
         name, data = mutant(number)
-        given = Given("sound" if name.startswith("sound") else "image", data, "here")
+        media = Given("sound" if name.startswith("sound") else "image", data, "here")
         try:
-            made = given.samples(16000) if given.kind == "sound" else given.pixels()
+            values = media.samples(16000) if media.kind == "sound" else media.pixels()
         except InvalidRequestError as error:
             messages.append(str(error))
         else:
-            assert made.size and np.isfinite(made).all(), name
-            outcomes[given.kind, True] += 1
+            assert values.size and np.isfinite(values).all(), name
+            outcomes[media.kind, True] += 1
             continue
-        outcomes[given.kind, False] += 1
+        outcomes[media.kind, False] += 1
     assert all(message.startswith("here: ") for message in messages)
     # Pillow's own texts may have an object's address, which tells where things are in memory.
     assert not [message for message in messages if " at 0x" in message]
@@ -76,11 +76,11 @@ def test_sounds_of_all_widths_and_rates(tmp_path: Path) -> None:
             value = (2 ** (8 * width) - 1).to_bytes(width + 1, "little")[:width] if width == 1 else None
             half = (2 ** (8 * width - 2)).to_bytes(width, "little")
             writer.writeframes((value or half) * 16)
-        found = Given("sound", file.getvalue(), "here").samples(16000)
-        assert found.tolist() == pytest.approx([127 / 128 if width == 1 else 0.5] * 16)
+        samples = Given("sound", file.getvalue(), "here").samples(16000)
+        assert samples.tolist() == pytest.approx([127 / 128 if width == 1 else 0.5] * 16)
     for kind, bits in ((3, 32), (3, 64), (65534, 24)):
-        made = Given("sound", wav(bits, 2, 16000, kind), "here").samples(16000)
-        assert made.shape == (4000,) and 0.5 < abs(made).max() <= 1
+        samples = Given("sound", wav(bits, 2, 16000, kind), "here").samples(16000)
+        assert samples.shape == (4000,) and 0.5 < abs(samples).max() <= 1
     piped = bytearray(wav())
     piped[4:8] = piped[40:44] = b"\xff\xff\xff\xff"  # by a program that did not know the length
     assert (

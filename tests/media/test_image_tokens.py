@@ -78,9 +78,9 @@ def test_logits_are_those_of_libmtmd_with_the_same_limits(
         n, wanted = reference.logprobs(shown, [picture(200, 120)])
         reference.close()
         with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=1) as engine:
-            found = engine.chat(question(), ONE)
-        assert found.n_prompt_tokens == n
-        logprobs = found.choices[0].logprobs
+            completion = engine.chat(question(), ONE)
+        assert completion.n_prompt_tokens == n
+        logprobs = completion.choices[0].logprobs
         assert logprobs is not None
         # The model's weights are of 8 bits: what is another image differs by more.
         assert max(abs(float(wanted[entry.id]) - entry.logprob) for entry in logprobs[0].top) < 0.05
@@ -88,13 +88,13 @@ def test_logits_are_those_of_libmtmd_with_the_same_limits(
 
 def test_rows_of_other_limits_have_other_numbers(files: tuple[Path, Path]) -> None:
     text, mmproj = files
-    found: list[Any] = []
+    ids: list[Any] = []
     for most in (None, 63, 64):
         with lp.Model(text, mmproj=mmproj, image_max_tokens=most) as model:
-            made = chunks(model, 200, 120)
-            assert [chunk.n for chunk in made] == [24]
-            found.append(tuple(made[0].ids))
-    assert len(set(found)) == 3
+            parts = chunks(model, 200, 120)
+            assert [chunk.n for chunk in parts] == [24]
+            ids.append(tuple(parts[0].ids))
+    assert len(set(ids)) == 3
 
 
 def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path]
     assert first.n_prompt_tokens > second.n_prompt_tokens == alone.n_prompt_tokens
     assert 0 < second.n_cached_tokens < second.n_prompt_tokens - 8  # the text before the image, at most
     top = [answer.choices[0].logprobs[0].top for answer in (second, alone) if answer.choices[0].logprobs]
-    for one, other in zip(*top, strict=True):
-        assert one.id == other.id and abs(one.logprob - other.logprob) < 1e-3
+    for entry, other in zip(*top, strict=True):
+        assert entry.id == other.id and abs(entry.logprob - other.logprob) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_saved_caches_do_not_mix_images_of_other_limits(files: tuple[Path, Path]
         (None, 7, "at least 8 tokens and at most 7; the projector's own image_min_tokens is 8: set it"),
     ],
 )
-def test_wrong_limits(files: tuple[Path, Path], least: int | None, most: int | None, message: str) -> None:
+def test_wrong_limits_are_refused(
+    files: tuple[Path, Path], least: int | None, most: int | None, message: str
+) -> None:
     text, mmproj = files
     with pytest.raises(ValueError, match=message):
         lp.Model(text, mmproj=mmproj, image_min_tokens=least, image_max_tokens=most)

@@ -94,8 +94,8 @@ def probabilities(completion: lp.ChatCompletion) -> dict[int, float]:
     return {entry.id: entry.logprob for entry in logprobs[0].top}
 
 
-def furthest(expected: Any, found: dict[int, float]) -> float:
-    return max(abs(float(expected[token]) - logprob) for token, logprob in found.items())
+def furthest(expected: Any, logprobs: dict[int, float]) -> float:
+    return max(abs(float(expected[token]) - logprob) for token, logprob in logprobs.items())
 
 
 class TestLikeLlamaCpp:
@@ -106,17 +106,17 @@ class TestLikeLlamaCpp:
         parts = [part(model), part(model, 1)]
         media = [next(iter(v for k, v in p.items() if k != "type")) for p in parts]
         text = model.render_chat(question(MARKER, MARKER))
-        found = []
+        references = []
         for n_batch in (512, 16):
             reference = Reference(model, model.projector.path, n_batch=n_batch)
             n_tokens, expected = reference.logprobs(text, media)
-            found.append(expected)
+            references.append(expected)
             reference.close()
-        spread = float(np.abs(found[0] - found[1]).max())
+        spread = float(np.abs(references[0] - references[1]).max())
         with lp.Engine(model, n_ctx=1024, n_seq_max=4) as engine:
             alone = engine.chat(question(*parts), ONE)
             assert alone.n_prompt_tokens == n_tokens
-            assert furthest(found[0], probabilities(alone)) <= 4 * max(spread, 0.06)
+            assert furthest(references[0], probabilities(alone)) <= 4 * max(spread, 0.06)
             with engine.stream(
                 "One, two, three,", lp.SamplingParams(max_tokens=200, ignore_eos=True)
             ) as beside:
@@ -125,9 +125,11 @@ class TestLikeLlamaCpp:
                     question(*parts), lp.SamplingParams(max_tokens=1, logprobs=20, cache=False, temperature=0)
                 )
             assert again.n_cached_tokens == 0
-            assert furthest(found[0], probabilities(again)) <= 4 * max(spread, 0.06)
+            assert furthest(references[0], probabilities(again)) <= 4 * max(spread, 0.06)
             other = engine.chat(question(part(model, 2), part(model, 3)), ONE)
-            assert furthest(found[0], probabilities(other)) > furthest(found[0], probabilities(alone))
+            assert furthest(references[0], probabilities(other)) > furthest(
+                references[0], probabilities(alone)
+            )
             engine.check_integrity()
 
     def test_an_image_whose_rows_see_each_other_is_computed_exactly_so(
@@ -139,8 +141,8 @@ class TestLikeLlamaCpp:
             _, expected = reference.logprobs(model.render_chat(question(MARKER)), [picture(200, 120)])
             reference.close()
             with lp.Engine(model, n_ctx=512, n_seq_max=1) as engine:
-                found = engine.chat(question(part(model)), ONE)
-        assert furthest(expected, probabilities(found)) < 1e-4
+                completion = engine.chat(question(part(model)), ONE)
+        assert furthest(expected, probabilities(completion)) < 1e-4
 
 
 class TestCaches:
@@ -186,10 +188,10 @@ class TestCaches:
         with lp.Engine(tiles, n_ctx=256, n_seq_max=4, n_cells=300, prefix_cache=False) as engine:
             asked = [question(part(tiles, 20 + i)) for i in range(4)]
             longer = lp.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-            found = engine.chat(asked, longer)
+            answers = engine.chat(asked, longer)
             assert engine.stats().n_preempted > 0
             engine.check_integrity()
-        same = sum(c.content.startswith(a[:8]) for c, a in zip(found, alone, strict=True))
+        same = sum(c.content.startswith(a[:8]) for c, a in zip(answers, alone, strict=True))
         assert same >= 3  # batches of other sizes may tip a near tie
 
 
@@ -202,7 +204,7 @@ class TestRequests:
             several = engine.chat(question(part(tiles)), lp.SamplingParams(max_tokens=5, n=3, seed=1))
             assert len(several.choices) == 3
 
-    def test_asyncio(self, tiles: lp.Model) -> None:
+    def test_tasks_and_streams_say_the_same(self, tiles: lp.Model) -> None:
         async def ask(engine: lp.Engine) -> tuple[str, str]:
             answer = await engine.achat(question(part(tiles)), FEW)
             stream = engine.astream_chat(question(part(tiles)), FEW)
@@ -212,7 +214,7 @@ class TestRequests:
             streamed, whole = asyncio.run(ask(engine))
             assert streamed == whole
 
-    def test_forms(self, tiles: lp.Model, tmp_path: Path) -> None:
+    def test_every_form_of_an_image_is_the_same_image(self, tiles: lp.Model, tmp_path: Path) -> None:
         import base64
 
         from PIL import Image
@@ -244,9 +246,9 @@ class TestRequests:
         def watched(projector: Projector, chunk: Any, n_threads: int) -> bool:
             assert n_threads in [member.n_fixed for member in budget.computing]
             taken.append(n_threads)
-            found = encode(projector, chunk, n_threads)
+            done = encode(projector, chunk, n_threads)
             rows.append(chunk.rows)
-            return found
+            return done
 
         monkeypatch.setattr(Projector, "encode", watched)
         monkeypatch.setattr(budget, "n_cores", 4)
@@ -274,10 +276,10 @@ class TestRequests:
         projector, pixels = model.projector, Given.pixels
         begun, gate = threading.Event(), threading.Event()
 
-        def slow(given: Given) -> Any:
+        def slow(media: Given) -> Any:
             begun.set()
             assert gate.wait(PATIENCE_S)
-            return pixels(given)
+            return pixels(media)
 
         monkeypatch.setattr(Given, "pixels", slow)
         caller = Worker(projector.media, Given("image", picture(), "an image"))
@@ -304,15 +306,15 @@ class TestRequests:
 
     def test_closing_the_engine_finishes_what_waits_for_its_images(self, tiles: lp.Model) -> None:
         engine = lp.Engine(tiles, n_ctx=512, n_seq_max=2)
-        found: list[str] = []
+        answers: list[str] = []
         asked = [question(part(tiles, 60 + i)) for i in range(6)]
-        thread = threading.Thread(target=lambda: found.extend(c.content for c in engine.chat(asked, FEW)))
+        thread = threading.Thread(target=lambda: answers.extend(c.content for c in engine.chat(asked, FEW)))
         thread.start()
         while not engine.stats().n_queued and thread.is_alive():
             pass
         engine.close()
         thread.join()
-        assert len(found) == 6
+        assert len(answers) == 6
 
     def test_dropping_old_tokens_keeps_images_whole(self, tiles: lp.Model) -> None:
         params = lp.SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
@@ -341,8 +343,8 @@ class TestRequests:
             lp.SamplingParams(max_tokens=8, logits_processors=[lambda tokens, row: row]),
         ]
         with lp.Engine(tiles, n_ctx=512, n_seq_max=2) as engine:
-            for one in params:
-                assert engine.chat(question(part(tiles)), one).n_completion_tokens
+            for sampling in params:
+                assert engine.chat(question(part(tiles)), sampling).n_completion_tokens
 
 
 class TestRefusals:
@@ -352,7 +354,7 @@ class TestRefusals:
             with pytest.raises(InvalidRequestError, match=r"only text is supported.*mmproj=FILE"):
                 engine.chat(question({"type": "image", "image": picture()}))
 
-    def test_wrong_kinds(self, model: lp.Model) -> None:
+    def test_parts_of_another_kind_are_refused(self, model: lp.Model) -> None:
         wrong = (
             {"type": "audio", "audio": tone()}
             if model.supports_images
@@ -378,7 +380,7 @@ class TestRefusals:
             (np.broadcast_to(np.uint8(1), (6000, 6000, 3)), "has 6000 × 6000 pixels; at most 33554432"),
         ],
     )
-    def test_bad_images(self, tiles: lp.Model, value: Any, message: str) -> None:
+    def test_wrong_images_are_refused(self, tiles: lp.Model, value: Any, message: str) -> None:
         with lp.Engine(tiles, n_ctx=512, n_seq_max=1) as engine:
             with pytest.raises(InvalidRequestError, match=message):
                 engine.chat(question({"type": "image", "image": value}))
@@ -435,7 +437,7 @@ class TestRefusals:
         ):
             engine.chat(question({"type": "image", "image": picture()}))
 
-    def test_files(self, text_model: Path, tmp_path: Path) -> None:
+    def test_files_that_do_not_fit_are_refused(self, text_model: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match="not a projector; mmproj is the second file"):
             lp.Model(text_model, mmproj=text_model)
         with pytest.raises(ModelLoadError, match="does not exist"):

@@ -41,9 +41,9 @@ def test_images_that_ask_for_much_work(name: str) -> None:
     began_s = thread_time()
     if is_read:
         assert Given("image", data, "here").pixels().shape == (32, 48, 3)
-        found = containers.picture_in(data)
+        contained = containers.picture_in(data)
         assert (
-            found is not None and len(found.data) < 10_000
+            contained is not None and len(contained.data) < 10_000
         )  # of its megabytes, the decoder gets the picture
     else:
         with pytest.raises(InvalidRequestError, match="here: the image cannot be decoded"):
@@ -109,21 +109,21 @@ def test_damaged_files_give_the_same_pixels_or_none() -> None:
         if name.startswith("sound"):
             continue
         try:
-            found = Given("image", data, "here").pixels()
+            pixels = Given("image", data, "here").pixels()
             expected = pixels_of_pillow(data)
         except Exception:
             continue
-        assert found.shape == expected.shape
-        n_same += bool((found == expected).all())
+        assert pixels.shape == expected.shape
+        n_same += bool((pixels == expected).all())
     assert n_same > 50
 
 
 def test_resampling_in_blocks() -> None:
     for rate, own in ((16000, 44100), (16000, 8000), (16000, 16001), (24000, 11025)):
         samples = np.random.default_rng(own).uniform(-1, 1, 600_000).astype(np.float32)
-        found = Given("sound", samples, "here", own).samples(rate)
+        resampled = Given("sound", samples, "here", own).samples(rate)
         at = np.arange(round(len(samples) * rate / own)) * (own / rate)
-        assert (found == np.interp(at, np.arange(len(samples)), samples).astype(np.float32)).all()
+        assert (resampled == np.interp(at, np.arange(len(samples)), samples).astype(np.float32)).all()
     with pytest.raises(InvalidRequestError, match=r"more than|cannot be decoded"):
         Given("sound", wav()[:20], "here").samples(16000)
 
@@ -159,14 +159,14 @@ def test_shares_take_turns() -> None:
     assert many[0].entered.wait(PATIENCE_S)
     many += [Caller(turns, "a") for _ in range(6)]
     wait_until(lambda: "n_waiting=6" in repr(turns))
-    one = Caller(turns, "b")
-    assert one.entered.wait(PATIENCE_S)  # beside that of the other share
+    second = Caller(turns, "b")
+    assert second.entered.wait(PATIENCE_S)  # beside that of the other share
     assert not any(caller.entered.is_set() for caller in many[1:])
     third = Caller(turns, "c")
     wait_until(lambda: "n_waiting=7" in repr(turns))
     many[0].end()
     assert third.entered.wait(PATIENCE_S)  # before the six of "a"
-    for caller in (one, third):
+    for caller in (second, third):
         caller.end()
     waiting = set(many[1:])
     while waiting:
@@ -180,8 +180,8 @@ def test_shares_take_turns() -> None:
 
 def test_who_waits_for_a_turn_can_leave() -> None:
     turns = Turns()
-    one = Caller(turns, "a")
-    assert one.entered.wait(PATIENCE_S)
+    holder = Caller(turns, "a")
+    assert holder.entered.wait(PATIENCE_S)
 
     def refuse() -> None:
         raise TimeoutError
@@ -189,7 +189,7 @@ def test_who_waits_for_a_turn_can_leave() -> None:
     with pytest.raises(TimeoutError), limited(Limit(refuse)), turns.turn("a"):
         raise AssertionError
     assert repr(turns) == "<Turns n_inside=1 n_waiting=0>"
-    one.end()
+    holder.end()
     with turns.turn("a"):
         assert repr(turns) == "<Turns n_inside=1 n_waiting=0>"
 
@@ -339,20 +339,20 @@ def test_ten_large_images_of_one_client_and_one_of_another(engine: lp.Engine, la
         order: list[str] = []
         few = lp.SamplingParams(max_tokens=2)
 
-        async def one(share: str, image: bytes) -> None:
+        async def prepare(share: str, image: bytes) -> None:
             tenant.set(Tenant(share))
             await engine.achat(asking(image), few)
             order.append(share)
 
         projector = engine.model.projector
         assert projector is not None
-        many = [asyncio.ensure_future(one("a", large + bytes([i]))) for i in range(10)]
+        many = [asyncio.ensure_future(prepare("a", large + bytes([i]))) for i in range(10)]
         await until(lambda: "n_inside=1" in repr(projector._turns))
-        await one("b", whole()["png"])
-        found = list(order)
+        await prepare("b", whole()["png"])
+        ended = list(order)
         for call in many:
             call.cancel()
         await asyncio.wait(many)
-        return found
+        return ended
 
     assert asyncio.run(ask()).index("b") <= 2

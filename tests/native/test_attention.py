@@ -67,7 +67,7 @@ class Attention:
         )
         masks = None if self.masks is None else np.ascontiguousarray(self.masks, np.float16)
         sinks = None if self.sinks is None else np.ascontiguousarray(self.sinks, np.float32)
-        given = {
+        fields = {
             "n_streams": n_streams,
             "n_heads": n_heads,
             "n_kv_heads": n_kv_heads,
@@ -89,10 +89,10 @@ class Attention:
             "n_threads": self.n_threads,
             "n_times": 2,
         }
-        if lib.lp_attention_compute(ffi.new("lp_attention *", given), ffi.cast("float *", out.ctypes.data)):
+        if lib.lp_attention_compute(ffi.new("lp_attention *", fields), ffi.cast("float *", out.ctypes.data)):
             raise RuntimeError(last_error(native()))
         if self.n_spared is not None:
-            self.n_spared = n_spared[0] // given["n_times"]
+            self.n_spared = n_spared[0] // fields["n_times"]
         return out
 
     def exact(self) -> np.ndarray:
@@ -159,22 +159,22 @@ def some(
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 7, 33, 100])
-def test_rows(n_rows: int) -> None:
+def test_any_number_of_rows_is_exact(n_rows: int) -> None:
     some(n_rows).check()
 
 
 @pytest.mark.parametrize("n_cells", [1, 8, 31, 33, 64, 65, 4100])
-def test_cells(n_cells: int) -> None:
+def test_any_number_of_cells_is_exact(n_cells: int) -> None:
     some(1, n_cells).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (14, 2), (12, 12), (64, 1)])
-def test_heads(heads: tuple[int, int]) -> None:
+def test_any_heads_are_exact(heads: tuple[int, int]) -> None:
     some(5, heads=heads).check()
 
 
 @pytest.mark.parametrize("n_dims", [8, 40, 80, 128, 256])
-def test_dimensions(n_dims: int) -> None:
+def test_any_dimensions_are_exact(n_dims: int) -> None:
     some(9, n_dims=n_dims).check()
 
 
@@ -192,7 +192,7 @@ def test_formats_of_the_cache(kind: Type) -> None:
     [{"masks": None}, {"softcap": 5.0}, {"sinks": np.array([-1.0, 0.0, 3.0, -np.inf])}],
     ids=lambda options: next(iter(options)),
 )
-def test_options(options: dict[str, Any]) -> None:
+def test_all_options_are_exact(options: dict[str, Any]) -> None:
     some(9, **options).check()
 
 
@@ -209,9 +209,9 @@ def test_a_row_that_sees_no_cell_is_zero() -> None:
     attention = some(3)
     assert attention.masks is not None
     attention.masks[0, 1] = -np.inf
-    found = attention.compute()
-    assert not found[0, 1].any()
-    assert found[0, 0].all()
+    result = attention.compute()
+    assert not result[0, 1].any()
+    assert result[0, 0].all()
 
 
 @pytest.mark.parametrize("heads", [(14, 2), (4, 4)])
@@ -260,18 +260,20 @@ def test_sequences_in_one_range_of_cells(n_shared: int, order: Sequence[int]) ->
     for row in range(6):
         masks[:, row, n_shared + row // 2 : n_shared + 300 + row % 2 * 3 : 3] = 0
     attention.masks = masks
-    one = replace(
+    combined = replace(
         attention,
         queries=attention.queries[:1, :, list(order)],
         keys=attention.keys[:1],
         values=attention.values[:1],
         masks=masks[:1, list(order)],
     )
-    one.check()
-    together = one.compute()
-    assert one.masks is not None
+    combined.check()
+    together = combined.compute()
+    assert combined.masks is not None
     for i in range(6):
-        alone = replace(one, queries=one.queries[:, :, i : i + 1], masks=one.masks[:, i : i + 1])
+        alone = replace(
+            combined, queries=combined.queries[:, :, i : i + 1], masks=combined.masks[:, i : i + 1]
+        )
         np.testing.assert_array_equal(alone.compute()[:, 0], together[:, i])
 
 
@@ -330,11 +332,11 @@ def test_what_is_not_finite_stays_in_the_rows_that_see_it(part: str, value: floa
     array = getattr(attention, part).copy()
     # Row 7 of the first stream; the last cell but ten, which rows from 9 on see.
     array[(0, 1, 7, 5) if part == "queries" else (0, 0, 289, 5)] = value
-    found = replace(attention, **{part: array}).compute()
-    np.testing.assert_array_equal(found[1], expected[1])
+    result = replace(attention, **{part: array}).compute()
+    np.testing.assert_array_equal(result[1], expected[1])
     if part == "queries":
-        np.testing.assert_array_equal(np.delete(found[0], 7, axis=0), np.delete(expected[0], 7, axis=0))
-        assert not np.isfinite(found[0, 7, 1]).any()
+        np.testing.assert_array_equal(np.delete(result[0], 7, axis=0), np.delete(expected[0], 7, axis=0))
+        assert not np.isfinite(result[0, 7, 1]).any()
     else:
-        np.testing.assert_array_equal(found[0, :9], expected[0, :9])
-        np.testing.assert_array_equal(found[0, :, 2:], expected[0, :, 2:])  # heads of other keys
+        np.testing.assert_array_equal(result[0, :9], expected[0, :9])
+        np.testing.assert_array_equal(result[0, :, 2:], expected[0, :, 2:])  # heads of other keys

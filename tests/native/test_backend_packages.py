@@ -84,10 +84,10 @@ def test_another_llama_cpp_is_refused_with_both_values_and_the_fix(tmp_path: Pat
     assert "llamapipe[vulkan]" not in message  # it is not published
     doctor = python(tmp_path, "-m", "llamapipe", "doctor", "--json")
     assert doctor.returncode == 1
-    found = {one["name"]: one for one in json.loads(doctor.stdout)["findings"]}["llamapipe-vulkan"]
-    assert not found["ok"]
-    assert "fffffffff" in found["detail"]
-    assert "pip install" in found["fix"]
+    finding = {entry["name"]: entry for entry in json.loads(doctor.stdout)["findings"]}["llamapipe-vulkan"]
+    assert not finding["ok"]
+    assert "fffffffff" in finding["detail"]
+    assert "pip install" in finding["fix"]
 
 
 def test_the_same_commit_with_other_files_is_refused(tmp_path: Path) -> None:
@@ -111,18 +111,18 @@ def test_without_its_driver_the_log_and_doctor_say_why(tmp_path: Path, n_devices
     assert done.stdout.strip() == str(n_devices)
     assert "WARNING:llamapipe.native:the backend of llamapipe-cuda 9.9 is not used:" in done.stderr
     doctor = python(tmp_path, "-m", "llamapipe", "doctor", "--json")
-    found = {one["name"]: one for one in json.loads(doctor.stdout)["findings"]}["llamapipe-cuda"]
+    finding = {entry["name"]: entry for entry in json.loads(doctor.stdout)["findings"]}["llamapipe-cuda"]
     assert doctor.returncode == 1
-    assert "libggml-cuda.so" in found["detail"]
-    assert "driver" in found["fix"]
+    assert "libggml-cuda.so" in finding["detail"]
+    assert "driver" in finding["fix"]
 
 
 def test_doctor_lists_a_package_without_devices(tmp_path: Path) -> None:
     make_package(tmp_path, "cuda")
     doctor = python(tmp_path, "-m", "llamapipe", "doctor", "--json")
-    found = {one["name"]: one for one in json.loads(doctor.stdout)["findings"]}["llamapipe-cuda"]
-    assert "9.9" in found["detail"]
-    assert "found no device" in found["detail"]
+    finding = {entry["name"]: entry for entry in json.loads(doctor.stdout)["findings"]}["llamapipe-cuda"]
+    assert "9.9" in finding["detail"]
+    assert "found no device" in finding["detail"]
 
 
 def test_a_build_with_the_backend_does_not_load_it_twice(

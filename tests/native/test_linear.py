@@ -62,8 +62,8 @@ class Linear:
 
     def exact(self) -> tuple[np.ndarray, np.ndarray]:
         """The same in float64: results, and states as in `after`."""
-        given = [x.astype(np.float64) for x in self.inputs]
-        n_tokens, n_heads, n_rows = given[0].shape[1], *self.states.shape[1:3]
+        inputs = [x.astype(np.float64) for x in self.inputs]
+        n_tokens, n_heads, n_rows = inputs[0].shape[1], *self.states.shape[1:3]
         after = self.states.astype(np.float64)
         kept = after.reshape(self.n_kept, -1, *after.shape[1:])
         out = np.empty((self.n_seqs, n_tokens, n_heads, n_rows))
@@ -74,7 +74,7 @@ class Linear:
         for seq, source in enumerate(sources):
             state = source
             for t in range(n_tokens):
-                state, out[seq, t] = step(self.kind, state, [x[seq, t] if x.ndim > 1 else x for x in given])
+                state, out[seq, t] = step(self.kind, state, [x[seq, t] if x.ndim > 1 else x for x in inputs])
                 if n_tokens - 1 - t < self.n_kept:
                     kept[n_tokens - 1 - t, self.first + seq] = state
         return out, after
@@ -82,8 +82,8 @@ class Linear:
     def check(self) -> None:
         """Compares with float64, and with ggml's errors."""
         exact, states = self.exact()
-        found = self.compute()
-        error, state_error = _error(found, exact), _error(self.after, states)
+        computed = self.compute()
+        error, state_error = _error(computed, exact), _error(self.after, states)
         assert max(error, state_error) < 3e-6
         if self.kind == "wkv7" and self.states.shape[-1] % 64:
             return  # ggml's loop for RWKV writes beyond such heads
@@ -128,7 +128,7 @@ def call(
     """`lp_linear_compute`."""
     ffi, lib = native().ffi, lib_for_tests()
     arrays = [np.ascontiguousarray(x, np.float32) for x in inputs]
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         **shape,
         "n_seqs": out.shape[0],
         "n_tokens": out.shape[1],
@@ -140,12 +140,12 @@ def call(
         "n_threads": n_threads,
         "n_times": 1,
     }
-    if lib.lp_linear_compute(ffi.new("lp_linear *", given), ffi.cast("float *", out.ctypes.data)):
+    if lib.lp_linear_compute(ffi.new("lp_linear *", fields), ffi.cast("float *", out.ctypes.data)):
         raise RuntimeError(last_error(native()))
 
 
-def _error(found: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.sqrt(np.mean((found - exact) ** 2)) / np.sqrt(np.mean(exact**2)))
+def _error(computed: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((computed - exact) ** 2)) / np.sqrt(np.mean(exact**2)))
 
 
 def some(
@@ -211,17 +211,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 63, 64, 65, 200])
-def test_tokens(kind: str, n_tokens: int) -> None:
+def test_any_number_of_tokens_is_exact(kind: str, n_tokens: int) -> None:
     some(kind, n_tokens).check()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 3), (16, 16), (32, 16)])
-def test_heads(kind: str, heads: tuple[int, int]) -> None:
+def test_any_heads_are_exact(kind: str, heads: tuple[int, int]) -> None:
     some(kind, heads=heads).check()
 
 
 @pytest.mark.parametrize("n_dims", [16, 48, 128])
-def test_dimensions(kind: str, n_dims: int) -> None:
+def test_any_dimensions_are_exact(kind: str, n_dims: int) -> None:
     some(kind, dims=(n_dims, n_dims)).check()
 
 
@@ -263,7 +263,7 @@ def test_where_states_are_read_and_written(kind: str, ids: tuple[int, ...], firs
 
 @pytest.mark.parametrize("kind", ["delta net", "scan"])
 @pytest.mark.parametrize("ids", [(0, 1), (1, 0), (5, 6), (6, 5), (10, 1)])
-def test_earlier_states(kind: str, ids: tuple[int, ...]) -> None:
+def test_earlier_states_are_kept(kind: str, ids: tuple[int, ...]) -> None:
     """Those of the last tokens are kept, each in its own part of the cells; sequences go on from any of them."""
     for n_tokens in (1, 2, 3, 70):
         some(kind, n_tokens, n_kept=3, ids=ids).check()
@@ -306,11 +306,11 @@ def test_what_is_not_finite_stays_in_its_sequence_and_head(kind: str, value: flo
     values = {"delta net": 2, "scan": 0, "wkv7": 3}[kind]
     spoiled[values][1, 7, 2, 5] = value
     other = replace(linear, inputs=spoiled)
-    found = other.compute()
+    computed = other.compute()
     touched = np.zeros(expected.shape, bool)
     touched[1, 7:, 2, 5] = True
-    np.testing.assert_array_equal(found[~touched], expected[~touched])
-    assert not np.isfinite(found[touched]).any()
+    np.testing.assert_array_equal(computed[~touched], expected[~touched])
+    assert not np.isfinite(computed[touched]).any()
     assert not np.isfinite(other.after[1, 2, 5]).any()
     np.testing.assert_array_equal(np.delete(other.after, 1, axis=0), np.delete(states, 1, axis=0))
 
@@ -339,18 +339,18 @@ def convolve(
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("n_channels", [1, 17, 96])
 @pytest.mark.parametrize("n_tokens", [1, 5, 16, 100])
-def test_convolutions(width: int, n_channels: int, n_tokens: int) -> None:
+def test_convolutions_are_exact(width: int, n_channels: int, n_tokens: int) -> None:
     draw = np.random.default_rng(4)
     old, tokens, weights = (
         draw.standard_normal(shape, np.float32)
         for shape in ((3, n_channels, width - 1), (3, n_tokens, n_channels), (n_channels, width))
     )
-    found = convolve(old, tokens, weights)
+    convolved = convolve(old, tokens, weights)
     all_tokens = np.concatenate([old.swapaxes(1, 2), tokens], axis=1).astype(np.float64)
     exact = sum(all_tokens[:, i : i + n_tokens] * weights[:, i] for i in range(width))
-    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(convolve(old, tokens, weights, is_ours=False), found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(convolved, exact, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(convolve(old, tokens, weights, is_ours=False), convolved, rtol=1e-5, atol=1e-6)
     for n_threads in (1, 3, 8):
-        np.testing.assert_array_equal(convolve(old, tokens, weights, n_threads=n_threads), found)
-    one = convolve(old[1:2], tokens[1:2, :1], weights)
-    np.testing.assert_array_equal(one[0, 0], found[1, 0])
+        np.testing.assert_array_equal(convolve(old, tokens, weights, n_threads=n_threads), convolved)
+    single = convolve(old[1:2], tokens[1:2, :1], weights)
+    np.testing.assert_array_equal(single[0, 0], convolved[1, 0])

@@ -34,8 +34,10 @@ def rows_of(n: int, spread: float, n_rows: int = 3) -> Rows:
 
 def check(rows: Rows, k: int = 40) -> Candidates:
     """Compares what candidates say of rows with all of the rows."""
-    found = Candidates(rows, k)
-    for row, ids, logits, log_sum_exp in zip(rows, found.ids, found.logits, found.log_sum_exp, strict=True):
+    candidates = Candidates(rows, k)
+    for row, ids, logits, log_sum_exp in zip(
+        rows, candidates.ids, candidates.logits, candidates.log_sum_exp, strict=True
+    ):
         finite = np.flatnonzero(np.isfinite(row))
         order = finite[np.lexsort((finite, -row[finite]))][:k]
         assert ids[: len(order)].tolist() == order.tolist()
@@ -43,7 +45,7 @@ def check(rows: Rows, k: int = 40) -> Candidates:
         assert set(ids[len(order) :]) <= {-1}
         exact = np.logaddexp.reduce(row[finite].astype(np.float64))
         assert abs(log_sum_exp - exact) < 5e-7
-    return found
+    return candidates
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 2.0, 4.0, 30.0])
@@ -52,11 +54,11 @@ def test_candidates_of_rows_of_any_size(n: int, spread: float) -> None:
     rows = rows_of(n, spread)
     rows[1, n // 2] += 20  # the usual shape: one that is much more probable
     rows[2] -= 1000
-    found = check(rows)
+    candidates = check(rows)
     for i in range(len(rows)):
         alone = Candidates(rows[i : i + 1])
-        assert alone.log_sum_exp[0] == found.log_sum_exp[i]
-        assert alone.ids.tolist() == found.ids[i : i + 1].tolist()
+        assert alone.log_sum_exp[0] == candidates.log_sum_exp[i]
+        assert alone.ids.tolist() == candidates.ids[i : i + 1].tolist()
 
 
 @pytest.mark.parametrize("n_different", [1, 2, 39, 128, 1000])
@@ -129,7 +131,7 @@ def test_levels_find_the_same(tmp_path: Path) -> None:
     sources = [Path(__file__).with_name("scan_levels.cpp"), ROOT / "llamapipe/native/src/scan.cpp"]
     # A sanitizer's flags are the environment's.
     flags = ["-std=c++17", "-O2", "-DLP_ONE_LEVEL", *os.environ.get("CXXFLAGS", "").split()]
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for level, features in LEVELS.items():
         if missing_features(list(features)):
             continue
@@ -139,8 +141,8 @@ def test_levels_find_the_same(tmp_path: Path) -> None:
             [*find_compilers().cxx, *flags, f"-march={level}", *includes, *sources, "-o", built], check=True
         )
         done = subprocess.run([built], capture_output=True, text=True, check=True)
-        found[level] = done.stdout.splitlines()
-    plain, *others = found.values()
+        results[level] = done.stdout.splitlines()
+    plain, *others = results.values()
     assert len(plain) == 2 * 12 * 4 * 4
     for lines in others:
         assert lines == others[0]

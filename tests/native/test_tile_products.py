@@ -97,9 +97,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(kind: str, value: float) -> No
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 65, N_COLUMNS), varies=True)
     expected = product.compute()
     product.x[0, 4, 100] = value
-    found = product.compute()
-    assert not np.isfinite(found[0, 4]).any()
-    np.testing.assert_array_equal(np.delete(found, 4, axis=1), np.delete(expected, 4, axis=1))
+    result = product.compute()
+    assert not np.isfinite(result[0, 4]).any()
+    np.testing.assert_array_equal(np.delete(result, 4, axis=1), np.delete(expected, 4, axis=1))
 
 
 @kinds
@@ -110,13 +110,13 @@ def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: str, value: float)
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 65, N_COLUMNS), varies=True)
     expected = product.compute()
     put_not_finite(product, 21, value)
-    found = product.compute()
-    assert not np.isfinite(found[..., 21]).any()
-    np.testing.assert_array_equal(np.delete(found, 21, axis=2), np.delete(expected, 21, axis=2))
+    result = product.compute()
+    assert not np.isfinite(result[..., 21]).any()
+    np.testing.assert_array_equal(np.delete(result, 21, axis=2), np.delete(expected, 21, axis=2))
 
 
 @kinds
-def test_zeros(kind: str) -> None:
+def test_rows_of_zeros_give_zeros(kind: str) -> None:
     product = Product(kind, random(1, 64, N_COLUMNS), np.zeros((1, 64, N_COLUMNS), np.float32), varies=True)
     assert not product.compute().any()
 

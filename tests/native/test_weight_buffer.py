@@ -58,7 +58,7 @@ def test_matrices_are_repeated(kind: str, n_rows: int) -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("n_rows", [64, 1001])
-def test_experts(kind: str, n_rows: int, each: bool) -> None:
+def test_experts_multiply_the_rows_of_their_tokens(kind: str, n_rows: int, each: bool) -> None:
     """Of eight experts two are used by no token, and one by all. With ``each``, every expert has its own row."""
     ids = [[0, 1], [0, 5], [0, 3], [4, 0], [0, 7], [0, 1]]
     x = random(len(ids), 2 if each else 1, N_COLUMNS)
@@ -81,9 +81,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(kind: str, value: float) -> No
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
     expected = product.compute()
     product.x[0, 4, 100] = value
-    found = product.compute()
-    assert not np.isfinite(found[0, 4]).any()
-    np.testing.assert_array_equal(np.delete(found, 4, axis=1), np.delete(expected, 4, axis=1))
+    result = product.compute()
+    assert not np.isfinite(result[0, 4]).any()
+    np.testing.assert_array_equal(np.delete(result, 4, axis=1), np.delete(expected, 4, axis=1))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -93,12 +93,12 @@ def test_a_scale_that_is_not_finite_spoils_only_its_row(kind: str, value: float)
     product = Product(kind, random(1, 64, N_COLUMNS), random(1, 9, N_COLUMNS))
     expected = product.compute()
     put_not_finite(product, 21, value)
-    found = product.compute()
-    assert not np.isfinite(found[..., 21]).any()
-    np.testing.assert_array_equal(np.delete(found, 21, axis=2), np.delete(expected, 21, axis=2))
+    result = product.compute()
+    assert not np.isfinite(result[..., 21]).any()
+    np.testing.assert_array_equal(np.delete(result, 21, axis=2), np.delete(expected, 21, axis=2))
 
 
-def test_zeros(kind: str) -> None:
+def test_rows_of_zeros_give_zeros(kind: str) -> None:
     assert (
         not Product(kind, random(1, 64, N_COLUMNS), np.zeros((1, 2, N_COLUMNS), np.float32)).compute().any()
     )
@@ -127,7 +127,7 @@ def test_weights_without_a_kernel_are_not_packed() -> None:
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("n_columns", [8, 67, 1024])
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 100])
-def test_floats(kind: str, n_columns: int, n: int) -> None:
+def test_activations_stay_floats(kind: str, n_columns: int, n: int) -> None:
     """Activations stay 32-bit floats, so the error is smaller than that of ggml, which rounds them as weights are."""
     product = Product(kind, random(2, 93, n_columns), random(4, n, n_columns, seed=n))
     exact = product.exact()

@@ -35,15 +35,15 @@ def ring(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_pipeline(tiny: lp.Model, ring: str) -> Iterator[MakePipeline]:
-    made: list[lp.Pipeline] = []
+    pipelines: list[lp.Pipeline] = []
 
     def make(**options: Any) -> lp.Pipeline:
-        given = {"n_ctx": 64, "n_seq_max": 3, "n_ubatch": 16, "n_batch": 48, "n_threads": 1, "ring": ring}
-        made.append(lp.Pipeline(tiny, **{**given, **options}))
-        return made[-1]
+        defaults = {"n_ctx": 64, "n_seq_max": 3, "n_ubatch": 16, "n_batch": 48, "n_threads": 1, "ring": ring}
+        pipelines.append(lp.Pipeline(tiny, **{**defaults, **options}))
+        return pipelines[-1]
 
     yield make
-    for pipe in made:
+    for pipe in pipelines:
         pipe.close(drain=False)
 
 
@@ -68,11 +68,11 @@ def run(first: int, n: int, seq_id: int = 0, start: int = 5, outputs: bool = Tru
 def rows_of(plain: Context, *batches: DecodeBatch) -> list[np.ndarray[Any, Any]]:
     """The rows of batches, one after the other in a context of their own."""
     plain.clear()
-    found = []
+    rows = []
     for batch in batches:
         plain.decode(batch)
-        found.append(np.stack([plain.logits(row) for row in batch.rows]))
-    return found
+        rows.append(np.stack([plain.logits(row) for row in batch.rows]))
+    return rows
 
 
 # ---- laziness
@@ -134,8 +134,10 @@ class TestLazy:
     def test_candidates_are_the_largest_and_their_logarithm(self, pipe: lp.Pipeline) -> None:
         output = pipe.submit(run(0, 5))
         rows = np.asarray(output.logits).astype(np.float64)
-        found = output.candidates
-        for row, ids, logits, lse in zip(rows, found.ids, found.logits, found.log_sum_exp, strict=True):
+        candidates = output.candidates
+        for row, ids, logits, lse in zip(
+            rows, candidates.ids, candidates.logits, candidates.log_sum_exp, strict=True
+        ):
             order = sorted(range(N_VOCAB), key=lambda i: (-row[i], i))[:40]
             assert ids.tolist() == order and np.array_equal(logits, row[order].astype(np.float32))
             assert abs(lse - np.log(np.exp(row).sum())) < 1e-7  # exponentials in float32, added up in float64
@@ -569,7 +571,7 @@ class TestClose:
 
 
 @pytest.mark.parametrize("bad", INTEGERS, ids=names(INTEGERS))
-def test_bad_options(tiny: lp.Model, bad: Any) -> None:
+def test_wrong_options_are_refused(tiny: lp.Model, bad: Any) -> None:
     for name in ("depth", "n_outputs_max", "n_seq_max"):
         if bad.value is None and name == "n_outputs_max":  # the default
             continue
@@ -577,7 +579,7 @@ def test_bad_options(tiny: lp.Model, bad: Any) -> None:
             lp.Pipeline(tiny, **{"n_ctx": 64, name: bad.value})
 
 
-def test_bad_ring(tiny: lp.Model) -> None:
+def test_wrong_rings_and_models_are_refused(tiny: lp.Model) -> None:
     with pytest.raises(ValueError, match="ring"):
         lp.Pipeline(tiny, ring="square")
     with pytest.raises(TypeError, match="model must be a Model"):

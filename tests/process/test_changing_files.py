@@ -172,9 +172,9 @@ def test_the_guard_covers_threads_that_read_the_loaded_file(tmp_path: Path) -> N
         assert module.lib.lp_mapping_guard_begin([name], 1) == 0
         os.truncate(path, mmap.PAGESIZE)
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda page: mapped[page * mmap.PAGESIZE], [3, 1, 2, 0]))
+            values = list(pool.map(lambda page: mapped[page * mmap.PAGESIZE], [3, 1, 2, 0]))
         assert module.lib.lp_mapping_guard_end() > 0
-    assert found == [0, 0, 0, ord("x")]
+    assert values == [0, 0, 0, ord("x")]
 
 
 def test_guards_of_one_thread_nest() -> None:

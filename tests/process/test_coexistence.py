@@ -84,8 +84,8 @@ def run(*order: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
-    return found
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
+    return result
 
 
 @pytest.fixture(scope="module")

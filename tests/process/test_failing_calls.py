@@ -60,16 +60,16 @@ def sweep(library: Path, kind: str, phase: str) -> list[str]:
 )
 def test_memory_runs_out_at_any_allocation(library: Path, phase: str, n_deaths: int) -> None:
     """The call gets a clear error, and the next one works; the engine has to be made anew at most."""
-    found = sweep(library, "malloc", phase)
-    assert len(found) == N_CHILDREN
-    wrong = [each for each in found if each.partition(":")[0] not in (*ERRORS, "completed")]
+    outcomes = sweep(library, "malloc", phase)
+    assert len(outcomes) == N_CHILDREN
+    wrong = [each for each in outcomes if each.partition(":")[0] not in (*ERRORS, "completed")]
     assert sum(each.startswith("died") for each in wrong) == len(wrong) <= n_deaths, wrong[:3]
     # Some allocations are of llama.cpp's log or tried again; most must count.
-    assert sum(each == "completed" for each in found) < N_CHILDREN / 4
+    assert sum(each == "completed" for each in outcomes) < N_CHILDREN / 4
 
 
 def test_no_thread_can_be_started(library: Path) -> None:
-    found = sweep(library, "thread", "make")
-    assert len(found) == 2, found
-    assert "its 2 compute threads could not be started; give a smaller n_threads" in found[0]
-    assert found[1].startswith("RuntimeError: can't start new thread")
+    outcomes = sweep(library, "thread", "make")
+    assert len(outcomes) == 2, outcomes
+    assert "its 2 compute threads could not be started; give a smaller n_threads" in outcomes[0]
+    assert outcomes[1].startswith("RuntimeError: can't start new thread")

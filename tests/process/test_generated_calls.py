@@ -140,10 +140,11 @@ class Owners:
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
-    made = Owners(tmp_path_factory.mktemp("models"))
-    yield made
-    made.close()
-    assert made.n / 5 < made.n_answered < made.n * 4 / 5  # neither only good values nor only junk
+    all_owners = Owners(tmp_path_factory.mktemp("models"))
+    yield all_owners
+    all_owners.close()
+    # Neither only good values nor only junk.
+    assert all_owners.n / 5 < all_owners.n_answered < all_owners.n * 4 / 5
 
 
 def use(result: Any) -> None:

@@ -180,23 +180,23 @@ def test_an_engine_that_is_half_made_leaves_nothing_behind(tiny: lp.Model, depth
     Most lines are the same at both depths, which begin with different ones.
     """
     before = dict(children_of(tiny))
-    made: list[lp.Engine] = []
+    engines: list[lp.Engine] = []
     n = 1 + depth % STRIDE - STRIDE
     reached = True
     while reached:
         n += STRIDE
         reached = interrupted(
             n,
-            lambda: made.append(
+            lambda: engines.append(
                 lp.Engine(
                     tiny, n_ctx=64, n_seq_max=1, n_threads=1, tuning=lp.EngineTuning(pipeline_depth=depth)
                 )
             ),
         )
-        for engine in made:
+        for engine in engines:
             assert len(engine.generate("a", PARAMS).token_ids) == 5
             engine.close()
-        made.clear()
+        engines.clear()
         assert children_of(tiny) == before
         wait_until(lambda: not _engine_threads())
     assert n > 50

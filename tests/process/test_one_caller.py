@@ -34,12 +34,12 @@ class Held:
 def waiting(call: Callable[[lp.SamplingParams], Callable[[], object]]) -> Iterator[list[Any]]:
     """A thread is in the middle of the call; afterwards the list has what it returned or raised."""
     held = Held()
-    made = call(lp.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logits_processors=[held]))
+    step = call(lp.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logits_processors=[held]))
     got: list[Any] = []
 
     def work() -> None:
         try:
-            got.append(made())
+            got.append(step())
         except BaseException as error:
             got.append(error)
 
@@ -70,32 +70,32 @@ class TestGeneration:
         self, make_engine: MakeEngine, call: Callable[[lp.Generation], object]
     ) -> None:
         engine = make_engine()
-        made: list[lp.Generation] = []
+        generations: list[lp.Generation] = []
 
         def start(params: lp.SamplingParams) -> Callable[[], object]:
-            made.append(engine.start("a", params))
-            return made[0].next
+            generations.append(engine.start("a", params))
+            return generations[0].next
 
         with waiting(start) as got, pytest.raises(RuntimeError, match=IN_USE.format("generation")):
-            call(made[0])
-        assert got[0].id == made[0].token_ids[-1]
-        call(made[0])  # now it may
-        made[0].close()
+            call(generations[0])
+        assert got[0].id == generations[0].token_ids[-1]
+        call(generations[0])  # now it may
+        generations[0].close()
 
     @pytest.mark.parametrize("end", ["cancel", "close"])
     def test_another_thread_may_end_it(self, make_engine: MakeEngine, end: str) -> None:
         engine = make_engine()
-        made: list[lp.Generation] = []
+        generations: list[lp.Generation] = []
 
         def start(params: lp.SamplingParams) -> Callable[[], object]:
-            made.append(engine.start("a", params))
-            return made[0].next
+            generations.append(engine.start("a", params))
+            return generations[0].next
 
         with waiting(start) as got:
-            getattr(made[0], end)()
+            getattr(generations[0], end)()
         assert got[0] is None or isinstance(got[0], lp.Token)  # cancelled before or after it was sampled
-        assert made[0].next() is None
-        assert made[0].finish_reason == "cancelled"
+        assert generations[0].next() is None
+        assert generations[0].finish_reason == "cancelled"
 
     @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
     def test_a_signal_handler_of_the_same_thread(self, make_engine: MakeEngine) -> None:
@@ -128,28 +128,28 @@ class TestGeneration:
 
 
 @pytest.mark.parametrize("kind", ["stream", "stream_chat"])
-def test_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+def test_a_second_thread_in_a_stream_is_refused(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
     engine = make_engine(demo)
-    made: list[Any] = []
+    streams: list[Any] = []
 
     def start(params: lp.SamplingParams) -> Callable[[], object]:
-        given: Any = "a" if kind == "stream" else [{"role": "user", "content": "a"}]
-        made.append(getattr(engine, kind)(given, params))
-        return lambda: next(made[0])
+        prompt: Any = "a" if kind == "stream" else [{"role": "user", "content": "a"}]
+        streams.append(getattr(engine, kind)(prompt, params))
+        return lambda: next(streams[0])
 
     with waiting(start) as got, pytest.raises(RuntimeError, match=IN_USE.format("stream")):
-        next(made[0])
+        next(streams[0])
     assert isinstance(got[0], (lp.Delta, lp.ChatDelta))
-    assert list(made[0])[-1].finish_reason == "length"  # the refused call has not cancelled it
+    assert list(streams[0])[-1].finish_reason == "length"  # the refused call has not cancelled it
 
 
 @pytest.mark.parametrize("kind", ["astream", "astream_chat"])
-def test_async_streams(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
+def test_a_second_task_in_a_stream_is_refused(make_engine: MakeEngine, demo: lp.Model, kind: str) -> None:
     engine = make_engine(demo)
-    given: Any = "a" if kind == "astream" else [{"role": "user", "content": "a"}]
+    prompt: Any = "a" if kind == "astream" else [{"role": "user", "content": "a"}]
 
     async def main() -> None:
-        stream: Any = getattr(engine, kind)(given, PARAMS)
+        stream: Any = getattr(engine, kind)(prompt, PARAMS)
         first, second = await asyncio.gather(*[anext(stream) for _ in range(2)], return_exceptions=True)
         assert isinstance(first, (lp.Delta, lp.ChatDelta)), first
         assert isinstance(second, RuntimeError), second

@@ -10,12 +10,12 @@ from support.run_script import run_script
 
 
 @pytest.mark.parametrize("per_hour", [0.0, 5.0, -5.0])
-def test_slope(per_hour: float) -> None:
+def test_a_slope_is_found_within_its_error(per_hour: float) -> None:
     rng = random.Random(1)
     hours = [i / 180 for i in range(360)]  # two hours, a sample every 20 s
-    found = slope(hours, [150 + per_hour * hour + rng.gauss(0, 2) for hour in hours])
-    assert abs(found.per_hour - per_hour) < found.error < 2
-    assert found.is_above(1.0) == (per_hour > 1)
+    trend = slope(hours, [150 + per_hour * hour + rng.gauss(0, 2) for hour in hours])
+    assert abs(trend.per_hour - per_hour) < trend.error < 2
+    assert trend.is_above(1.0) == (per_hour > 1)
 
 
 def test_jumps_of_a_cache_are_no_growth() -> None:

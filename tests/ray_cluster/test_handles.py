@@ -34,7 +34,7 @@ def result(folder: Path, text: str) -> Any:
 
 
 def test_handles_return_what_the_engine_does(tmp_path: Path) -> None:
-    found = result(
+    answers = result(
         tmp_path,
         """
 handle = run()
@@ -51,12 +51,12 @@ print(json.dumps([type(done).__name__, done.text, "".join(d.text for d in deltas
     )
     with lp.Engine(lp.demo_model_path(), n_ctx=1024) as engine:
         text = engine.generate("Once upon a time", lp.SamplingParams(max_tokens=12, temperature=0.0)).text
-    assert found[:4] == ["Completion", text, text, "length"]
-    assert "n_ctx" in found[4]
+    assert answers[:4] == ["Completion", text, text, "length"]
+    assert "n_ctx" in answers[4]
 
 
 def test_requests_go_where_their_prefix_is(tmp_path: Path) -> None:
-    found = result(
+    answers = result(
         tmp_path,
         """
 from dataclasses import replace
@@ -76,13 +76,13 @@ serve.shutdown()
 print(json.dumps(cached))
 """,
     )
-    for counts in found.values():
+    for counts in answers.values():
         assert counts[0] < 20, "nothing could be cached yet"
         assert min(counts[1:]) > 700, f"a later request went to the other replica: {counts}"
 
 
 def test_a_replica_whose_engine_is_closed_is_replaced(tmp_path: Path) -> None:
-    found = result(
+    answers = result(
         tmp_path,
         """
 handle = run(options={"health_check_period_s": 1})
@@ -100,5 +100,5 @@ serve.shutdown()
 print(json.dumps([first, again, kind]))
 """,
     )
-    assert found[0] == found[1]
-    assert found[2] == "EngineClosedError"
+    assert answers[0] == answers[1]
+    assert answers[2] == "EngineClosedError"

@@ -72,27 +72,27 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[[str], Service]]:
-    made: list[Service] = []
+    services: list[Service] = []
 
     def make(options: str) -> Service:
-        one = Service(tmp_path, options)
-        made.append(one)
-        one.program.wait_for("ready")
-        return one
+        running = Service(tmp_path, options)
+        services.append(running)
+        running.program.wait_for("ready")
+        return running
 
     yield make
-    for one in made:
-        with one.program:
+    for running in services:
+        with running.program:
             pass
 
 
 def test_routes_answer_as_those_of_the_server_do(service: Callable[[str], Service]) -> None:
-    one = service("{}")
+    running = service("{}")
     with lp.Engine(lp.demo_model_path(), n_ctx=512, n_seq_max=4) as engine:
         params = lp.SamplingParams(max_tokens=12, temperature=0.0)
         expected = engine.generate("Once upon a time", params).text
         in_chat = engine.generate("Once ", params).text
-    client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", timeout=60)
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=60)
     with client:
         assert client.completions.create(prompt="Once upon a time", **GREEDY).choices[0].text == expected
         stream = client.completions.create(prompt="Once upon a time", stream=True, **GREEDY)
@@ -105,26 +105,26 @@ def test_routes_answer_as_those_of_the_server_do(service: Callable[[str], Servic
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(prompt="x", model="demo", temperature=-1)
     with (
-        anthropic.Anthropic(base_url=one.url, api_key="none", timeout=60) as client_a,
+        anthropic.Anthropic(base_url=running.url, api_key="none", timeout=60) as client_a,
         client_a.messages.stream(model="demo", max_tokens=12, messages=messages) as events,
     ):
         assert events.get_final_text()
-    large = httpx.post(f"{one.url}/v1/completions", content=b" " * (16 * 2**20 + 1), timeout=60)
+    large = httpx.post(f"{running.url}/v1/completions", content=b" " * (16 * 2**20 + 1), timeout=60)
     assert large.status_code == 413
     assert large.json()["error"]["type"] == "invalid_request_error"
-    health = httpx.get(f"{one.url}/health", timeout=60)
+    health = httpx.get(f"{running.url}/health", timeout=60)
     assert health.json() == {"status": "ok"}
     assert len(health.headers.get_list("x-request-id")) == 1
-    one.program.tell("end")
-    assert "closed" in one.program.end()
+    running.program.tell("end")
+    assert "closed" in running.program.end()
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error(service: Callable[[str], Service]) -> None:
-    one = service('{"replicas": 1}')
-    (victim,) = one.replicas()  # before it works: then its title is that of a method
+    running = service('{"replicas": 1}')
+    (victim,) = running.replicas()  # before it works: then its title is that of a method
     seen: list[str] = []
     with httpx.stream(
-        "POST", f"{one.url}/v1/completions", json={"prompt": "Once", **ENDLESS}, timeout=60
+        "POST", f"{running.url}/v1/completions", json={"prompt": "Once", **ENDLESS}, timeout=60
     ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: "):
@@ -139,7 +139,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(service: Callable[[
     # Another one takes its place; until then requests wait or are answered 503.
     deadline = time.monotonic() + PATIENCE_S
     while (
-        again := httpx.post(f"{one.url}/v1/completions", json={"prompt": "Once", **GREEDY}, timeout=60)
+        again := httpx.post(f"{running.url}/v1/completions", json={"prompt": "Once", **GREEDY}, timeout=60)
     ).is_error:
         assert again.status_code == 503
         assert again.json()["error"]["code"] == "replica_died"
@@ -150,10 +150,10 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error(service: Callable[[
 
 
 def test_clients_raise_the_error(service: Callable[[str], Service]) -> None:
-    one = service("{}")
-    (victim,) = one.replicas()
+    running = service("{}")
+    (victim,) = running.replicas()
     options = {name: value for name, value in ENDLESS.items() if name != "ignore_eos"}
-    with openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", timeout=60) as client:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=60) as client:
         stream = client.completions.create(prompt="Once", extra_body={"ignore_eos": True}, **options)
         for _ in range(20):
             assert next(stream).choices
@@ -183,23 +183,23 @@ def test_events_of_either_api_tell_of_a_dead_replica() -> None:
 
 
 def test_a_client_that_hangs_up_cancels_its_request(service: Callable[[str], Service]) -> None:
-    one = service("{}")
-    url, body = f"{one.url}/v1/completions", {"prompt": "Once", **ENDLESS}
+    running = service("{}")
+    url, body = f"{running.url}/v1/completions", {"prompt": "Once", **ENDLESS}
     with httpx.stream("POST", url, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
-        assert one.gauge("llamapipe_requests_running") == 1
-    one.wait(lambda: one.gauge("llamapipe_requests_running") == 0)
-    n_before = one.gauge("llamapipe_queue_seconds_count")
+        assert running.gauge("llamapipe_requests_running") == 1
+    running.wait(lambda: running.gauge("llamapipe_requests_running") == 0)
+    n_before = running.gauge("llamapipe_queue_seconds_count")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url, json={**body, "stream": False}, timeout=2)
-    one.wait(lambda: one.gauge("llamapipe_requests_running") == 0)
-    assert one.gauge("llamapipe_queue_seconds_count") == n_before + 1
+    running.wait(lambda: running.gauge("llamapipe_requests_running") == 0)
+    assert running.gauge("llamapipe_queue_seconds_count") == n_before + 1
 
 
 def test_more_requests_than_may_wait_are_refused(service: Callable[[str], Service]) -> None:
-    one = service('{"max_ongoing_requests": 1, "max_queued_requests": 1}')
-    url = f"{one.url}/v1/completions"
+    running = service('{"max_ongoing_requests": 1, "max_queued_requests": 1}')
+    url = f"{running.url}/v1/completions"
     with ThreadPoolExecutor(3) as threads:
         with httpx.stream("POST", url, json={"prompt": "Once", **ENDLESS}, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -208,33 +208,33 @@ def test_more_requests_than_may_wait_are_refused(service: Callable[[str], Servic
                 threads.submit(httpx.post, url, json={"prompt": "Once", **GREEDY}, timeout=120)
                 for _ in range(3)
             ]
-            one.wait(lambda: sum(call.done() for call in calls) == 2)
+            running.wait(lambda: sum(call.done() for call in calls) == 2)
         answers = [call.result() for call in calls]
-    refused = [one for one in answers if one.status_code != 200]
-    assert [one.status_code for one in refused] == [429, 429]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert [answer.status_code for answer in refused] == [429, 429]
     assert refused[0].json()["error"]["code"] == "queue_full"
     assert refused[0].headers["retry-after"]
 
 
 def test_replicas_are_added_under_load(service: Callable[[str], Service]) -> None:
-    one = service(
+    running = service(
         '{"replicas": (1, 2), "target_ongoing_requests": 2, '
         '"autoscaling": {"upscale_delay_s": 1, "metrics_interval_s": 1, "look_back_period_s": 2}}'
     )
-    assert len(one.replicas()) == 1
+    assert len(running.replicas()) == 1
     stop = False
 
     def caller(i: int) -> int:
         n = 0
         while not stop:
             body = {"prompt": f"{i} Once", **GREEDY, "max_tokens": 200}
-            n += httpx.post(f"{one.url}/v1/completions", json=body, timeout=120).status_code == 200
+            n += httpx.post(f"{running.url}/v1/completions", json=body, timeout=120).status_code == 200
         return n
 
     with ThreadPoolExecutor(8) as threads:
         done = [threads.submit(caller, i) for i in range(8)]
         try:
-            one.wait(lambda: len(one.replicas()) == 2)
+            running.wait(lambda: len(running.replicas()) == 2)
         finally:
             stop = True
     assert all(future.result() for future in done)

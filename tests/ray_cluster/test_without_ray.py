@@ -124,18 +124,18 @@ def completed(completer: Completer, table: arrow.Table) -> arrow.Table:
 
 @pytest.fixture
 def completer(demo: lp.Model, request: pytest.FixtureRequest) -> Any:
-    made: list[Completer] = []
+    completers: list[Completer] = []
 
     def make(**arguments: Any) -> Completer:
         spec = EngineSpec(demo.path, {"n_ctx": 256, "n_seq_max": 4}, {"chat_template": TEMPLATE})
-        made.append(Completer(spec, **arguments))
-        return made[-1]
+        completers.append(Completer(spec, **arguments))
+        return completers[-1]
 
     yield make
-    for one in made:
-        one.close()
-        one.close()
-        assert one.engine.closed
+    for each in completers:
+        each.close()
+        each.close()
+        assert each.engine.closed
 
 
 class TestRows:
@@ -144,15 +144,15 @@ class TestRows:
         out = completed(completer(prompt="q", params=GREEDY), table)
         assert out.select(["id", "q", "w"]).equals(table)
         with lp.Engine(demo, n_ctx=256, n_seq_max=4) as engine:
-            expected = [one.text for one in engine.generate(["The cat", "A dog"], GREEDY)]
+            expected = [completion.text for completion in engine.generate(["The cat", "A dog"], GREEDY)]
         assert out["text"].to_pylist() == [expected[0], None, expected[1]]
         assert out["error"].to_pylist() == [None, "ValueError: the column 'q' is null", None]
         assert out["n_completion_tokens"].to_pylist() == [6, None, 6]
 
     def test_all_batches_of_a_job_have_the_same_types(self, completer: Any) -> None:
-        one = completer(prompt="q", params=GREEDY)
-        good = completed(one, arrow.table({"q": ["The cat"]}))
-        bad = completed(one, arrow.table({"q": arrow.array([None], arrow.string())}))
+        talker = completer(prompt="q", params=GREEDY)
+        good = completed(talker, arrow.table({"q": ["The cat"]}))
+        bad = completed(talker, arrow.table({"q": arrow.array([None], arrow.string())}))
         assert good.schema == bad.schema
 
     def test_options_of_rows(self, completer: Any) -> None:
@@ -178,7 +178,7 @@ class TestRows:
         assert out[3]["error"].startswith("ValueError")
         assert "'prompt' is not an option" in out[4]["error"]
 
-    def test_conversations(self, completer: Any) -> None:
+    def test_conversations_are_lists_or_json(self, completer: Any) -> None:
         spoken = [[{"role": "user", "content": "The cat"}], None]
         out = completed(completer(messages="m", params=GREEDY), arrow.table({"m": spoken})).to_pylist()
         text = completed(
@@ -212,7 +212,7 @@ class TestRows:
             ({"prompt": "q", "params": lp.SamplingParams(prompt_logprobs=1)}, ValueError, "prompt_logprobs"),
         ],
     )
-    def test_wrong_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:
+    def test_wrong_arguments_are_refused(self, arguments: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             RowFormat(**arguments)
 
@@ -398,8 +398,8 @@ class TestOwners:
         for replica, choice in choices.items():
             chunks = chunks_of(PROMPT.encode(), with_params(adapter=choice))
             assert costs.ranked("dcba", len(PROMPT), chunks, {})[0] == replica
-            found = {name: costs.n_matched(name, chunks) for name in choices}
-            assert found == {name: len(chunks) if name == replica else 0 for name in choices}
+            matched = {name: costs.n_matched(name, chunks) for name in choices}
+            assert matched == {name: len(chunks) if name == replica else 0 for name in choices}
 
     def test_names_numbers_and_mappings_mean_the_same(self) -> None:
         sql = with_params(adapter="sql")

@@ -45,9 +45,9 @@ NAMES = {"email": "e-mail address", "uri": "URL", "hostname": "host name"}
 def values() -> list[tuple[str, str]]:
     """A hundred values and their formats."""
     rng = Random(51)
-    found: dict[tuple[str, str], None] = {}
-    while len(found) < 100:
-        kind = ("email", "uri", "hostname")[len(found) % 3]
+    pairs: dict[tuple[str, str], None] = {}
+    while len(pairs) < 100:
+        kind = ("email", "uri", "hostname")[len(pairs) % 3]
         if kind == "email":
             tag = rng.choice(["", "", "+news", "+a.b"])
             value = f"{rng.choice(FIRST)}.{rng.choice(LAST)}{tag}@{rng.choice(PLACES)}"
@@ -56,8 +56,8 @@ def values() -> list[tuple[str, str]]:
             value = f"{rng.choice(['http', 'https'])}://{rng.choice(HOSTS)}{port}{rng.choice(PATHS)}"
         else:
             value = rng.choice(["", "", f"n{rng.randint(1, 40)}-a."]) + rng.choice(HOSTS + PLACES)
-        found[(kind, value)] = None
-    return list(found)
+        pairs[(kind, value)] = None
+    return list(pairs)
 
 
 def ask(kind: str) -> str:

@@ -36,7 +36,9 @@ def told(engine: lp.Engine, n: int, n_tokens: int, **more: Any) -> list[tuple[li
     ways = list(WAYS.values())
     prompts = [f"{STORY} {STORY[: 20 + 7 * (i % 11)]}" for i in range(n)]
     params = [lp.SamplingParams(**ways[i % len(ways)], **more, seed=i, max_tokens=n_tokens) for i in range(n)]
-    return [(one.token_ids, one.finish_reason) for one in engine.generate(prompts, params)]
+    return [
+        (completion.token_ids, completion.finish_reason) for completion in engine.generate(prompts, params)
+    ]
 
 
 @needs_all

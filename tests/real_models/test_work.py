@@ -171,7 +171,7 @@ def test_a_tool_without_parameters_is_called_without_arguments(name: str) -> Non
             lp.SamplingParams(max_tokens=100, temperature=0),
             tools=[{"type": "function", "function": function}],
         )
-        calls = [call for one in said for call in one.tool_calls]
+        calls = [call for answer in said for call in answer.tool_calls]
         assert len(calls) >= 2
         assert all((call.name, call.arguments) == ("get_time", {}) for call in calls)
 

@@ -36,8 +36,8 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [one for path in MANIFESTS for one in documents(path) if one["kind"] == kind]
-    return found
+    (manifest,) = [document for path in MANIFESTS for document in documents(path) if document["kind"] == kind]
+    return manifest
 
 
 def container() -> dict[str, Any]:
@@ -50,7 +50,9 @@ def parsed(arguments: list[str], tmp_path: Path) -> Any:
     """The command line as the command reads it; its model file exists here."""
     model = tmp_path / "model.gguf"
     model.touch()
-    return _parser().parse_args([one.replace("/models/model.gguf", str(model)) for one in arguments])
+    return _parser().parse_args(
+        [argument.replace("/models/model.gguf", str(model)) for argument in arguments]
+    )
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -113,19 +115,19 @@ def test_workflows_trust_nothing_that_may_change(tmp_path: Path) -> None:
 def test_jobs_hand_on_what_others_take() -> None:
     for path in WORKFLOWS:
         (workflow,) = documents(path)
-        made: dict[str, set[str]] = {}
+        artifacts: dict[str, set[str]] = {}
         for name, job in workflow["jobs"].items():
             needed = job.get("needs", [])
             before = set().union(
-                *(made[other] for other in ([needed] if isinstance(needed, str) else needed))
+                *(artifacts[other] for other in ([needed] if isinstance(needed, str) else needed))
             )
             entries = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
-            made[name] = set()
+            artifacts[name] = set()
             for step in job["steps"]:
                 kind, artifact = step.get("uses", ""), step.get("with", {}).get("name", "")
                 if "/upload-artifact@" in kind:
                     for entry in entries:
-                        made[name].add(artifact.replace("${{ matrix.name }}", entry.get("name", "")))
+                        artifacts[name].add(artifact.replace("${{ matrix.name }}", entry.get("name", "")))
                 elif "/download-artifact@" in kind and artifact:
                     assert artifact in before, f"{path.name}: {name} takes {artifact}"
 
@@ -157,7 +159,9 @@ def test_the_commands_are_ones_that_the_command_takes(tmp_path: Path) -> None:
     program, *arguments = unit_command()
     assert program.endswith("/llamapipe")
     model = "/srv/models/model.gguf"
-    args = parsed(["/models/model.gguf" if one == model else one for one in arguments], tmp_path)
+    args = parsed(
+        ["/models/model.gguf" if argument == model else argument for argument in arguments], tmp_path
+    )
     assert str(args.api_key_file) == "${CREDENTIALS_DIRECTORY}/api-keys"
     (compose,) = documents(DEPLOY / "compose.yaml")
     for name in ("server-1", "server-2"):

@@ -59,10 +59,12 @@ def router(workers: list[ServerProcess], folder: Path, policy: str) -> Iterator[
 
 def _forwards(url: str, n_workers: int) -> bool:
     try:
-        found = httpx.get(f"{url}/workers", timeout=PATIENCE_S)
+        response = httpx.get(f"{url}/workers", timeout=PATIENCE_S)
     except httpx.TransportError:
         return False
-    return found.status_code == 200 and sum(w["is_healthy"] for w in found.json()["workers"]) == n_workers
+    return (
+        response.status_code == 200 and sum(w["is_healthy"] for w in response.json()["workers"]) == n_workers
+    )
 
 
 @pytest.fixture

@@ -398,22 +398,22 @@ def test_what_engines_do_with_cells_and_rows(demo: lp.Model, workers: list[str])
             choices = engine.generate(
                 PROMPTS[0], lp.SamplingParams(max_tokens=12, n=3, seed=5, temperature=1.0)
             )
-            found: list[object] = [choice.token_ids for choice in choices.choices]
+            outputs: list[object] = [choice.token_ids for choice in choices.choices]
             scored = engine.generate(PROMPTS[0], lp.SamplingParams(max_tokens=8, temperature=0, logprobs=2))
             assert scored.logprobs is not None
-            found.append([round(entry.logprob, 2) for entry in scored.logprobs])
+            outputs.append([round(entry.logprob, 2) for entry in scored.logprobs])
             constrained = engine.generate(
                 PROMPTS[1], lp.SamplingParams(max_tokens=40, json_schema=schema, seed=3)
             )
-            found.append(constrained.text)
+            outputs.append(constrained.text)
             generation = engine.start(PROMPTS[2], lp.SamplingParams(max_tokens=16, temperature=0))
             begun = [generation.next() for _ in range(4)]
             snapshot = generation.snapshot()
             generation.cancel()
             restored = engine.restore(snapshot, lp.SamplingParams(max_tokens=16, temperature=0))
-            found.append([begun, [restored.next() for _ in range(4)]])
+            outputs.append([begun, [restored.next() for _ in range(4)]])
             restored.cancel()
-            return found
+            return outputs
 
     with lp.Model(demo.path, kernels="ggml") as plain:  # workers have ggml's kernels only
         expected = results(plain)

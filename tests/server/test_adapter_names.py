@@ -60,10 +60,12 @@ def test_adapters_are_listed_as_models_with_their_parent(client: httpx.Client) -
 
 
 @pytest.mark.parametrize("name", ["demo", "a", "b"])
-def test_completions(client: httpx.Client, engine: lp.Engine, name: str) -> None:
+def test_completions_use_the_adapter_of_their_model(
+    client: httpx.Client, engine: lp.Engine, name: str
+) -> None:
     expected = text(engine, None if name == "demo" else name)
-    found = client.post("/v1/completions", json={"model": name, "prompt": PROMPT, **SAMPLED}).json()
-    assert (found["model"], found["choices"][0]["text"]) == (name, expected)
+    answer = client.post("/v1/completions", json={"model": name, "prompt": PROMPT, **SAMPLED}).json()
+    assert (answer["model"], answer["choices"][0]["text"]) == (name, expected)
     body = {"model": name, "prompt": PROMPT, "stream": True, "echo": True, "logprobs": 0, **SAMPLED}
     lines = client.post("/v1/completions", json=body).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -71,7 +73,7 @@ def test_completions(client: httpx.Client, engine: lp.Engine, name: str) -> None
 
 
 def test_the_adapters_change_the_text(engine: lp.Engine) -> None:
-    assert len({text(engine, one) for one in (None, "a", "b", {"a": 0.5})}) == 4
+    assert len({text(engine, adapter) for adapter in (None, "a", "b", {"a": 0.5})}) == 4
 
 
 @pytest.mark.parametrize(
@@ -82,14 +84,16 @@ def test_the_adapters_change_the_text(engine: lp.Engine) -> None:
         ("/v1/responses", {"input": "Hi"}),
     ],
 )
-def test_conversations(client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]) -> None:
+def test_conversations_use_the_adapter_of_their_model(
+    client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
+) -> None:
     limit = "max_output_tokens" if "input" in body else "max_tokens"
     for name in ("a", "demo", "b"):
         params = lp.SamplingParams(adapter=None if name == "demo" else name, **SAMPLED)
         expected = engine.chat("Hi", params).content
-        found = client.post(path, json={"model": name, **body, limit: 12, "temperature": 0}).json()
-        assert found["model"] == name
-        assert json.dumps(expected) in json.dumps(found)
+        answer = client.post(path, json={"model": name, **body, limit: 12, "temperature": 0}).json()
+        assert answer["model"] == name
+        assert json.dumps(expected) in json.dumps(answer)
 
 
 def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
@@ -107,8 +111,8 @@ def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
 def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.Engine) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     for lora, adapter in (([{"id": 0, "scale": 0.5}], {"a": 0.5}), ([{"id": "b"}], "b"), ([], None)):
-        found = client.post("/v1/completions", json={**body, "lora": lora}).json()["choices"][0]["text"]
-        assert found == text(engine, adapter)
+        said = client.post("/v1/completions", json={**body, "lora": lora}).json()["choices"][0]["text"]
+        assert said == text(engine, adapter)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "temperature": 0}
     answers = [
         client.post("/v1/chat/completions", json={**chat, **more}).json()["choices"][0]["message"]
@@ -127,7 +131,7 @@ def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.
         ({"lora": [{"id": "c"}]}, "there is no adapter 'c'; GET /lora-adapters lists 2"),
     ],
 )
-def test_wrong_choices(client: httpx.Client, more: dict[str, Any], message: str) -> None:
+def test_wrong_choices_are_refused(client: httpx.Client, more: dict[str, Any], message: str) -> None:
     answer = client.post("/completion", json={"prompt": PROMPT, "n_predict": 2, **more})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
@@ -143,8 +147,8 @@ def test_a_control_vector_is_a_model_too(tmp_path: Path, client: httpx.Client, e
             "calm",
         ]
         assert len(client.get("/lora-adapters").json()) == 2
-        found = client.post("/v1/completions", json={"model": "calm", "prompt": PROMPT, **SAMPLED}).json()
-        assert found["choices"][0]["text"] == text(engine, vector) != text(engine, None)
+        answer = client.post("/v1/completions", json={"model": "calm", "prompt": PROMPT, **SAMPLED}).json()
+        assert answer["choices"][0]["text"] == text(engine, vector) != text(engine, None)
 
 
 def test_an_activated_lora_shares_the_models_cells(
@@ -163,7 +167,12 @@ def test_an_activated_lora_shares_the_models_cells(
     ]
     with model.load_adapter(files[0]), model.load_adapter(files[1]):
         listed = client.get("/lora-adapters").json()
-        assert [one.get("alora_invocation_string") for one in listed] == [None, None, "\nMood:", "\nTitle:"]
+        assert [entry.get("alora_invocation_string") for entry in listed] == [
+            None,
+            None,
+            "\nMood:",
+            "\nTitle:",
+        ]
         assert (
             listed[2]["alora_invocation_tokens"] == invocations[0]
             and "alora_invocation_tokens" not in listed[0]
@@ -171,41 +180,41 @@ def test_an_activated_lora_shares_the_models_cells(
 
         def complete(name: str, more: list[int]) -> tuple[str, int]:
             body = {"model": name, "prompt": [*shared, *more], **SAMPLED}
-            found = client.post("/v1/completions", json=body).json()
-            assert found["model"] == name
-            return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["model"] == name
+            return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
         base = complete("demo", [*invocations[0]])[0]
         for i, name in enumerate(("mood", "title")):
-            found, n_cached = complete(name, invocations[i])
+            said, n_cached = complete(name, invocations[i])
             assert n_cached == len(shared)
             prompt = [*shared, *invocations[i]]
-            assert found == engine.generate(prompt, lp.SamplingParams(adapter=name, **SAMPLED)).text != base
+            assert said == engine.generate(prompt, lp.SamplingParams(adapter=name, **SAMPLED)).text != base
         assert complete("mood", [])[0] == complete("demo", [])[0]
         body = {"prompt": PROMPT, "n_predict": 2, "lora": [{"id": 2}, {"id": 3}]}
         answer = client.post("/completion", json=body)
         assert answer.status_code == 400 and "several activated LoRAs" in answer.json()["error"]["message"]
 
 
-def test_ollamas_api(engine: lp.Engine) -> None:
+def test_ollamas_api_has_adapters_as_models(engine: lp.Engine) -> None:
     with http_client(engine, model_names=("demo",), ollama=True, allow_pull=True) as client:
-        tags = {one["name"]: one for one in client.get("/api/tags").json()["models"]}
+        tags = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
         assert list(tags) == ["demo:latest", "a:latest", "b:latest"]
         assert tags["a:latest"]["details"]["parent_model"] == "demo:latest"
-        assert len({one["digest"] for one in tags.values()}) == 3
-        assert {len(one["digest"]) for one in tags.values()} == {64}
-        assert [one["name"] for one in client.get("/api/ps").json()["models"]] == list(tags)
+        assert len({model["digest"] for model in tags.values()}) == 3
+        assert {len(model["digest"]) for model in tags.values()} == {64}
+        assert [model["name"] for model in client.get("/api/ps").json()["models"]] == list(tags)
         assert client.post("/api/show", json={"model": "a"}).status_code == 200
         options = {"num_predict": 12, "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
         for name, adapter in (("a", "a"), ("b:latest", "b"), ("demo", None)):
             body = {"model": name, "prompt": PROMPT, "raw": True, "stream": False, "options": options}
-            found = client.post("/api/generate", json=body).json()
-            assert (found["model"], found["response"]) == (name, text(engine, adapter))
+            answer = client.post("/api/generate", json=body).json()
+            assert (answer["model"], answer["response"]) == (name, text(engine, adapter))
             body = {**body, "messages": [{"role": "user", "content": "Hi"}]}
             del body["prompt"], body["raw"]
-            found = client.post("/api/chat", json=body).json()
+            answer = client.post("/api/chat", json=body).json()
             expected = engine.chat("Hi", lp.SamplingParams(adapter=adapter, **SAMPLED)).content
-            assert found["message"]["content"] == expected
+            assert answer["message"]["content"] == expected
         copied = client.post("/api/copy", json={"source": "a", "destination": "c"})
         assert copied.status_code == 400 and "adapter, which has one name" in copied.json()["error"]
 
@@ -231,8 +240,8 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
         done = load("c", "c.gguf")
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'c' added successfully.")
         body = {"model": "c", "prompt": PROMPT, **SAMPLED}
-        found = client.post("/v1/completions", json=body).json()
-        assert found["choices"][0]["text"] == text(engine, "c") != text(engine, None)
+        completion = client.post("/v1/completions", json=body).json()
+        assert completion["choices"][0]["text"] == text(engine, "c") != text(engine, None)
         wrong = (
             (load("c", "c.gguf"), 400, "name of another"),
             (load("demo", "c.gguf"), 400, "name of another"),
@@ -260,7 +269,7 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
         assert client.post("/v1/completions", json=body).status_code == 404
         assert load("c", folder / "c.gguf").status_code == 200
         assert unload("c").status_code == 200
-    assert [one.name for one in engine.adapters] == ["a", "b"]
+    assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
 
 
 def test_clients_may_not_load_unless_the_operator_says_so(client: httpx.Client) -> None:
@@ -283,13 +292,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_applies_adapters(tmp_path: Path, engine: lp.Engine, files: list[Path]) -> None:
-    found = run("--lora", f"x={files[0]}", "--lora", f"y={files[1]}")
-    assert found.stdout.strip() == text(engine, {"a": 1.0, "b": 1.0}).strip()
+    process = run("--lora", f"x={files[0]}", "--lora", f"y={files[1]}")
+    assert process.stdout.strip() == text(engine, {"a": 1.0, "b": 1.0}).strip()
     vector = make_control_vector(tmp_path / "v.gguf", engine.model.n_embd, range(1, 4), strength=30.0)
     with engine.model.load_control_vector(vector):
         expected = text(engine, {"a": 1.0, "v": 1.0})
-    found = run("--lora", f"x={files[0]}", "--control-vector", f"v={vector}")
-    assert found.stdout.strip() == expected.strip() != text(engine, "a").strip()
+    process = run("--lora", f"x={files[0]}", "--control-vector", f"v={vector}")
+    assert process.stdout.strip() == expected.strip() != text(engine, "a").strip()
     for arguments, message in (
         (["--lora", "x"], "must be NAME=FILE"),
         (["--lora", f"x={files[0]}", "--lora", f"x={files[1]}"], "has an adapter 'x' already"),

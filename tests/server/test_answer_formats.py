@@ -43,14 +43,14 @@ def test_where_reasoning_is(tmp_path: Path) -> None:
         http_client(engine, model_names=("demo",)) as client,
     ):
         apart = {"content": "It is sunny.", "reasoning_content": "Well, what."}
-        for given, expected in (
+        for fields, expected in (
             ({"reasoning_format": "auto"}, apart),
             ({"reasoning_format": "deepseek", "separate_reasoning": True}, apart),
             ({"reasoning_format": "none"}, {"content": said}),
             ({"separate_reasoning": False}, {"content": said}),
             ({"reasoning_format": "deepseek-legacy"}, {**apart, "content": said}),
         ):
-            body = {**CHAT[1], **given, "temperature": 0}
+            body = {**CHAT[1], **fields, "temperature": 0}
             message = client.post(CHAT[0], json=body).json()["choices"][0]["message"]
             assert {key: value for key, value in message.items() if key in apart} == expected
             with client.stream("POST", CHAT[0], json={**body, "stream": True}) as response:
@@ -83,21 +83,21 @@ def client(demo: lp.Model) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "wanted",
     [response_format(SCHEMA), {"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}],
     ids=["response_format", "json_schema", "json_schema as text"],
 )
 @pytest.mark.parametrize("route", [CHAT, TEXT], ids=["chat", "text"])
-def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]], given: Any) -> None:
+def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]], wanted: Any) -> None:
     path, body = route
-    choice = client.post(path, json={**body, **given}).json()["choices"][0]
+    choice = client.post(path, json={**body, **wanted}).json()["choices"][0]
     text = choice["message"]["content"] if path == CHAT[0] else choice["text"]
     assert json.loads(text) in ({"a": 1}, {"a": 2})
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("route", "given", "field", "message"),
+    ("route", "wanted", "field", "message"),
     [
         (CHAT, response_format(BAD), "response_format", f"response_format: the JSON schema {PLACE}"),
         (CHAT, {"json_schema": BAD}, "json_schema", f"json_schema {PLACE}"),
@@ -125,12 +125,12 @@ def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]],
 def test_an_error_names_the_field_and_shows_no_internals(
     client: httpx.Client,
     route: tuple[str, dict[str, Any]],
-    given: Any,
+    wanted: Any,
     field: str | None,
     message: str,
     stream: bool,
 ) -> None:
-    answer = client.post(route[0], json={**route[1], **given, "stream": stream})
+    answer = client.post(route[0], json={**route[1], **wanted, "stream": stream})
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["message"].startswith(message)
@@ -165,8 +165,8 @@ def test_a_schema_of_a_tool_is_named_by_its_tool(tmp_path: Path) -> None:
             assert error["param"] == "tools"
         for more in ({}, response_format(SCHEMA)):  # the tool stays
             assert client.post(path, json={**body, "tools": [bad], **more}).status_code == 200
-        given = {"tools": [function("good", SCHEMA)], **response_format(BAD)}
-        error = client.post(path, json={**body, **given}).json()["error"]
+        fields = {"tools": [function("good", SCHEMA)], **response_format(BAD)}
+        error = client.post(path, json={**body, **fields}).json()["error"]
         assert error["message"] == f"response_format: the JSON schema {PLACE}"
 
 

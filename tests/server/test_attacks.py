@@ -121,7 +121,7 @@ def test_a_head_just_small_enough(server: Served) -> None:
 @pytest.mark.parametrize(
     "first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["new", "used"]
 )
-def test_unfinished_heads(server: Served, first: bytes) -> None:
+def test_unfinished_heads_time_out(server: Served, first: bytes) -> None:
     """Each one has its time, whatever the connection did before; /health answers meanwhile."""
     with ExitStack() as stack:
         clients = [stack.enter_context(connected(server)) for _ in range(100)]
@@ -152,7 +152,7 @@ def test_a_head_that_comes_byte_by_byte(server: Served) -> None:
         assert said == b"" or said[:12] in (b"HTTP/1.1 408", b"HTTP/1.1 400")
 
 
-def test_slow_bodies(server: Served) -> None:
+def test_slow_bodies_lock_nobody_out(server: Served) -> None:
     """Far more than requests may be served: others are served meanwhile."""
     head = post("1.1", "Content-Length: 100", body=b"{")
     with ExitStack() as stack:
@@ -367,13 +367,13 @@ def test_the_client_with_most_bytes_is_refused() -> None:
     few = hold("few")
     few.grow(600_000)
     many = [hold("many") for _ in range(20)]
-    for one in many:
-        one.grow(100_000)
+    for share in many:
+        share.grow(100_000)
     assert set(refused) == {"many"} or refused[0] == "few"
     hold("other").grow(60_000)
-    for one in (few, *many):
-        one.release()
-        one.release()
+    for share in (few, *many):
+        share.release()
+        share.release()
     assert repr(budget) == "<BodyBudget 0 of 1000000 bytes>"
 
 
@@ -530,7 +530,7 @@ def test_what_is_no_request(server: Served, data: bytes) -> None:
     assert server.n_prompt_tokens() == n_before
 
 
-def test_a_tunnel(server: Served) -> None:
+def test_tunnels_are_refused(server: Served) -> None:
     said = answer(server, b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\n")
     assert said[9:12] in (b"400", b"405")
 

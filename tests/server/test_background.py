@@ -48,15 +48,15 @@ def served(engine: lp.Engine, file: Path, key: str = "none", **more: Any) -> Ite
 
 def ended(client: openai.OpenAI, answer_id: str) -> Any:
     """The answer, when it has ended."""
-    found: Any = None
+    answer: Any = None
 
     def has_ended() -> bool:
-        nonlocal found
-        found = client.responses.retrieve(answer_id)
-        return found.status not in ("queued", "in_progress")
+        nonlocal answer
+        answer = client.responses.retrieve(answer_id)
+        return answer.status not in ("queued", "in_progress")
 
     wait_until(has_ended)
-    return found
+    return answer
 
 
 def rows(file: Path, statement: str) -> list[tuple[Any, ...]]:
@@ -69,26 +69,31 @@ def test_an_answer_in_the_background_is_the_answer(engine: lp.Engine, file: Path
     with served(engine, file) as client:
         expected = client.responses.create(**OPTIONS)
         with Gate(engine) as gate:
-            made = client.responses.create(**LATER, metadata={"a": "b"})
-            assert (made.status, made.background, made.output, made.usage) == ("queued", True, [], None)
+            answer = client.responses.create(**LATER, metadata={"a": "b"})
+            assert (answer.status, answer.background, answer.output, answer.usage) == (
+                "queued",
+                True,
+                [],
+                None,
+            )
             gate.wait()
-            now = client.responses.retrieve(made.id)
+            now = client.responses.retrieve(answer.id)
             assert (now.status, now.output) == ("in_progress", [])
-        done = ended(client, made.id)
+        done = ended(client, answer.id)
         assert (done.status, done.output_text) == (expected.status, expected.output_text)
-        assert (done.usage, done.created_at, done.metadata) == (expected.usage, made.created_at, {"a": "b"})
+        assert (done.usage, done.created_at, done.metadata) == (expected.usage, answer.created_at, {"a": "b"})
         again = client.responses.create(**{**OPTIONS, "input": "And then?"}, previous_response_id=done.id)
         assert len(client.responses.input_items.list(again.id).data) == 3
 
 
 def test_its_input_keeps_its_ids(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client, Gate(engine) as gate:
-        made = client.responses.create(**LATER)
+        answer = client.responses.create(**LATER)
         gate.wait()
-        before = client.responses.input_items.list(made.id).data
+        before = client.responses.input_items.list(answer.id).data
         gate.open()
-        ended(client, made.id)
-        assert client.responses.input_items.list(made.id).data == before
+        ended(client, answer.id)
+        assert client.responses.input_items.list(answer.id).data == before
 
 
 def test_a_stream_can_be_followed_again(engine: lp.Engine, file: Path) -> None:
@@ -96,8 +101,8 @@ def test_a_stream_can_be_followed_again(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client:
         with client.responses.create(**LATER, stream=True) as stream:
             first = [next(iter(stream)) for _ in range(5)]
-        made: Any = first[0]
-        rest = list(client.responses.retrieve(made.response.id, stream=True, starting_after=4))
+        opening: Any = first[0]
+        rest = list(client.responses.retrieve(opening.response.id, stream=True, starting_after=4))
         events: list[Any] = [*first, *rest]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         kinds = [event.type for event in events]
@@ -105,14 +110,14 @@ def test_a_stream_can_be_followed_again(engine: lp.Engine, file: Path) -> None:
         assert kinds.count("response.created") == 1 and kinds[-1] == "response.incomplete"
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert text == events[-1].response.output_text == client.responses.create(**OPTIONS).output_text
-        assert [event.to_dict() for event in client.responses.retrieve(made.response.id, stream=True)] == [
+        assert [event.to_dict() for event in client.responses.retrieve(opening.response.id, stream=True)] == [
             event.to_dict() for event in events
         ]
         last = len(events) - 1
-        assert list(client.responses.retrieve(made.response.id, stream=True, starting_after=last)) == []
-        assert events[-1].response == client.responses.retrieve(made.response.id)
+        assert list(client.responses.retrieve(opening.response.id, stream=True, starting_after=last)) == []
+        assert events[-1].response == client.responses.retrieve(opening.response.id)
         with pytest.raises(openai.BadRequestError, match=f"its events go to {last}") as caught:
-            list(client.responses.retrieve(made.response.id, stream=True, starting_after=last + 1))
+            list(client.responses.retrieve(opening.response.id, stream=True, starting_after=last + 1))
         assert caught.value.param == "starting_after"
 
 
@@ -127,12 +132,12 @@ def test_openais_helper_takes_the_stream(engine: lp.Engine, file: Path) -> None:
 
 def test_what_has_no_stream_cannot_be_followed(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client:
-        for made in (client.responses.create(**LATER), client.responses.create(**OPTIONS)):
+        for answer in (client.responses.create(**LATER), client.responses.create(**OPTIONS)):
             with pytest.raises(openai.BadRequestError, match="no stream"):
-                client.responses.retrieve(made.id, stream=True)
+                client.responses.retrieve(answer.id, stream=True)
         for query in ("starting_after=1", "stream=true&starting_after=-1", "stream=true&starting_after=x"):
             with pytest.raises(openai.BadRequestError) as caught:
-                client.get(f"/responses/{made.id}?{query}", cast_to=object)
+                client.get(f"/responses/{answer.id}?{query}", cast_to=object)
             assert caught.value.param == "starting_after"
 
 
@@ -165,8 +170,8 @@ def test_what_is_found_later_is_the_answers_error(engine: lp.Engine, file: Path)
     with served(engine, file) as client:
         long = {**LATER, "input": "a story " * 4000}
         for streams in (False, True):
-            made: Any = client.responses.create(**long, stream=streams)
-            answer_id = next(iter(made)).response.id if streams else made.id
+            reply: Any = client.responses.create(**long, stream=streams)
+            answer_id = next(iter(reply)).response.id if streams else reply.id
             done = ended(client, answer_id)
             assert (done.status, done.error.code) == ("failed", "context_length_exceeded")
         last: Any = list(client.responses.retrieve(answer_id, stream=True))[-1]
@@ -199,22 +204,22 @@ def test_it_can_be_cancelled(engine: lp.Engine, file: Path) -> None:
 
 def test_a_deleted_one_is_computed_no_longer(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client, Gate(engine) as gate:
-        made = client.responses.create(**{**LATER, "max_output_tokens": 1500})
+        answer = client.responses.create(**{**LATER, "max_output_tokens": 1500})
         gate.wait()
-        client.responses.delete(made.id)
+        client.responses.delete(answer.id)
         gate.open()
         wait_until(lambda: engine.stats().n_active == 0)
         with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(made.id)
+            client.responses.retrieve(answer.id)
     assert rows(file, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM items)") == [(0, 0)]
 
 
 def test_what_has_not_ended_cannot_be_continued(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client, Gate(engine) as gate:
-        made = client.responses.create(**LATER)
+        answer = client.responses.create(**LATER)
         gate.wait()
         with pytest.raises(openai.BadRequestError, match="not ended") as caught:
-            client.responses.create(**OPTIONS, previous_response_id=made.id)
+            client.responses.create(**OPTIONS, previous_response_id=answer.id)
         assert caught.value.param == "previous_response_id"
 
 
@@ -223,14 +228,14 @@ def test_in_a_conversation(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client:
         conversation = client.conversations.create().id
         with Gate(engine) as gate:
-            made = client.responses.create(**LATER, conversation=conversation)
+            answer = client.responses.create(**LATER, conversation=conversation)
             gate.wait()
-            given: Any = [{"role": "user", "content": "meanwhile"}]
-            client.conversations.items.create(conversation, items=given)
-        done = ended(client, made.id)
+            meanwhile: Any = [{"role": "user", "content": "meanwhile"}]
+            client.conversations.items.create(conversation, items=meanwhile)
+        done = ended(client, answer.id)
         items: list[Any] = list(client.conversations.items.list(conversation, order="asc"))
         assert [item.content[0].text for item in items] == ["meanwhile", LATER["input"], done.output_text]
-        seen: list[Any] = list(client.responses.input_items.list(made.id))
+        seen: list[Any] = list(client.responses.input_items.list(answer.id))
         assert [item.content[0].text for item in seen] == [LATER["input"]]
 
 
@@ -241,11 +246,11 @@ def test_each_key_has_its_own(engine: lp.Engine, file: Path) -> None:
         Gate(engine) as gate,
     ):
         other = client.with_options(api_key="other")
-        made: Any = client.responses.create(**LATER, stream=True)
-        answer_id = next(iter(made)).response.id
+        stream: Any = client.responses.create(**LATER, stream=True)
+        answer_id = next(iter(stream)).response.id
         gate.wait()
         uses: list[Any] = [other.responses.cancel, other.responses.retrieve, other.responses.delete]
-        uses.append(lambda one: other.responses.retrieve(one, stream=True))
+        uses.append(lambda answer_id: other.responses.retrieve(answer_id, stream=True))
         for use in uses:
             with pytest.raises(openai.NotFoundError):
                 use(answer_id)
@@ -276,8 +281,8 @@ def test_what_waits_leaves_room_for_answers(engine: lp.Engine, file: Path) -> No
         for _ in range(3):
             client.responses.create(**LATER, metadata={"long": "a" * 15_000})
         for i in range(100):  # it is full
-            given: Any = [{"role": "user", "content": f"{i % 10}" * 20_000}]
-            client.conversations.create(items=given)
+            items: Any = [{"role": "user", "content": f"{i % 10}" * 20_000}]
+            client.conversations.create(items=items)
         assert rows(file, "SELECT count(*) FROM runs JOIN answers USING (id)") == [(4,)]
         gate.open()
         wait_until(lambda: rows(file, "SELECT count(*) FROM runs") == [(0,)])
@@ -285,11 +290,11 @@ def test_what_waits_leaves_room_for_answers(engine: lp.Engine, file: Path) -> No
 
 def test_a_key_that_is_gone(engine: lp.Engine, file: Path) -> None:
     with Gate(engine) as gate, served(engine, file, "mine", api_keys=("mine",)) as client:
-        made = client.responses.create(**LATER)
+        answer = client.responses.create(**LATER)
         gate.wait()
     with served(engine, file, "other", api_keys=("other",)):
         wait_until(lambda: rows(file, "SELECT count(*) FROM runs") == [(0,)])
-    (body,) = rows(file, f"SELECT body FROM answers WHERE id = '{made.id}'")[0]
+    (body,) = rows(file, f"SELECT body FROM answers WHERE id = '{answer.id}'")[0]
     assert json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
@@ -380,8 +385,8 @@ def test_a_kill_at_every_stage(engine: lp.Engine, file: Path, stage: str, at: st
     with served(engine, file) as client:
         expected = client.responses.create(**OPTIONS).output_text
         wait_until(lambda: rows(file, "SELECT count(*) FROM runs") == [(0,)])
-        found = rows(file, "SELECT id, body FROM answers")
-        stored = [answer_id for answer_id, body in found if json.loads(body)["background"]]
+        stored_rows = rows(file, "SELECT id, body FROM answers")
+        stored = [answer_id for answer_id, body in stored_rows if json.loads(body)["background"]]
         if stage == "add":  # the client was told of nothing, and there is nothing
             assert stored == []
             return
@@ -398,12 +403,12 @@ def test_a_kill_at_every_stage(engine: lp.Engine, file: Path, stage: str, at: st
 
 def test_an_answer_that_ends_servers_fails(engine: lp.Engine, file: Path) -> None:
     with Gate(engine) as gate, served(engine, file) as client:
-        made = client.responses.create(**LATER)
+        answer = client.responses.create(**LATER)
         gate.wait()
     with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute(f"UPDATE runs SET n_attempts = {_runs.MOST_ATTEMPTS}, worker = 'dead'")
     with served(engine, file) as client:
-        done = ended(client, made.id)
+        done = ended(client, answer.id)
         assert done.status == "failed" and "ended 5 times" in done.error.message
 
 
@@ -412,7 +417,7 @@ def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("llamapipe.server._database._BUSY_S", 0.01)
     monkeypatch.setattr("llamapipe.server._background._LATER_S", 1)
     with served(engine, file) as client, Gate(engine) as gate:
-        made = client.responses.create(**LATER)
+        answer = client.responses.create(**LATER)
         gate.wait()
         with closing(sqlite3.connect(file, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -422,7 +427,7 @@ def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.Mo
             gate.open()  # and the answer cannot be stored, nor given back
             wait_until(lambda: engine.stats().n_active == engine.stats().n_queued == 0)
             connection.execute("ROLLBACK")
-        assert ended(client, made.id).status == "incomplete"
+        assert ended(client, answer.id).status == "incomplete"
         assert rows(file, "SELECT count(*) FROM answers") == [(1,)]
 
 
@@ -501,15 +506,15 @@ def begun(server: Any, body: dict[str, Any]) -> str:
 
 def check_same(server: Any, answer_id: str, body: dict[str, Any]) -> None:
     """The answer ends, as one that a client waits for."""
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
 
     def has_ended() -> bool:
-        found.update(server.client.get(f"/v1/responses/{answer_id}").json())
-        return found["status"] not in ("queued", "in_progress")
+        answer.update(server.client.get(f"/v1/responses/{answer_id}").json())
+        return answer["status"] not in ("queued", "in_progress")
 
     wait_until(has_ended)
     once = server.client.post("/v1/responses", json={**body, "stream": False, "background": False})
-    assert found["output"][0]["content"] == once.json()["output"][0]["content"], found
+    assert answer["output"][0]["content"] == once.json()["output"][0]["content"], answer
 
 
 def test_a_worker_that_is_killed(tmp_path: Path, file: Path) -> None:

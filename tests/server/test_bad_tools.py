@@ -60,8 +60,8 @@ def anthropic(schema: Any) -> list[dict[str, Any]]:
     return [{"name": "f", "input_schema": schema}]
 
 
-Made = Callable[[Any], list[dict[str, Any]]]
-PATHS: dict[str, tuple[dict[str, Any], Made]] = {
+MakeTools = Callable[[Any], list[dict[str, Any]]]
+PATHS: dict[str, tuple[dict[str, Any], MakeTools]] = {
     "/v1/chat/completions": ({"messages": HELLO, "max_tokens": 4}, functions),
     "/v1/chat/completions/input_tokens": ({"messages": HELLO}, functions),
     "/v1/responses": ({"input": "Hello", "max_output_tokens": 16}, flat),
@@ -74,12 +74,12 @@ PATHS: dict[str, tuple[dict[str, Any], Made]] = {
 }
 
 
-def wrong_tools(made: Made) -> Iterator[tuple[Any, str]]:
+def wrong_tools(make_tools: MakeTools) -> Iterator[tuple[Any, str]]:
     """Lists of tools, and a word of the field that is wrong."""
     lists: tuple[Any, ...] = ({}, 5, "x", True, [5], [None], [[]], [{}], {"type": "function"})
     for tools in lists:
         yield tools, "tools"
-    (good,) = made(SCHEMA)
+    (good,) = make_tools(SCHEMA)
     schema = "input_schema" if "input_schema" in good else "parameters"
     inner = good.get("function", good)
     fields: dict[str, list[Any]] = {
@@ -100,7 +100,11 @@ def wrong_tools(made: Made) -> Iterator[tuple[Any, str]]:
 
 def refused(answer: httpx.Response, caplog: pytest.LogCaptureFixture) -> str:
     """The message of an answer to a bad request, which is nothing to log."""
-    logged = [one.getMessage() for one in caplog.records if one.exc_info or "Traceback" in one.getMessage()]
+    logged = [
+        record.getMessage()
+        for record in caplog.records
+        if record.exc_info or "Traceback" in record.getMessage()
+    ]
     assert (answer.status_code, logged) == (400, [])
     error = answer.json()["error"]
     return str(error if isinstance(error, str) else error["message"])
@@ -111,9 +115,9 @@ def test_a_tool_of_another_form_is_refused_by_its_field(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    body, made = PATHS[path]
-    assert client.post(path, json={"model": "said", **body, "tools": made(SCHEMA)}).status_code == 200
-    for tools, field in wrong_tools(made):
+    body, make_tools = PATHS[path]
+    assert client.post(path, json={"model": "said", **body, "tools": make_tools(SCHEMA)}).status_code == 200
+    for tools, field in wrong_tools(make_tools):
         message = refused(client.post(path, json={"model": "said", **body, "tools": tools}), caplog)
         assert "tool" in message, (tools, message)
         if not isinstance(tools, list) or tools[0] in (None, 5, [], {}) or "auto" in message:
@@ -125,9 +129,9 @@ def test_a_tool_of_another_form_is_refused_by_its_field(
 @pytest.mark.parametrize("path", PATHS)
 def test_schemas_that_are_none(client: httpx.Client, path: str) -> None:
     """The model sees them; its arguments are any JSON object."""
-    body, made = PATHS[path]
+    body, make_tools = PATHS[path]
     for schema in BAD_SCHEMA:
-        answer = client.post(path, json={"model": "said", **body, "tools": made(schema)})
+        answer = client.post(path, json={"model": "said", **body, "tools": make_tools(schema)})
         assert answer.status_code in (200, 400), answer.text
 
 
@@ -155,6 +159,6 @@ def test_a_format_of_another_form_is_refused(
             {"name": "x", "schema": []},
         ]
     for value in values:
-        given = FORMATS[path](value)
-        message = refused(client.post(path, json={"model": "said", **body, **given}), caplog)
+        fields = FORMATS[path](value)
+        message = refused(client.post(path, json={"model": "said", **body, **fields}), caplog)
         assert "format" in message or "schema" in message, (value, message)

@@ -80,15 +80,15 @@ def begun(client: openai.OpenAI, text: str, endpoint: Any = CHAT, **more: Any) -
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
-    found: Any = None
+    batch: Any = None
 
     def has_ended() -> bool:
-        nonlocal found
-        found = client.batches.retrieve(batch_id)
-        return found.status in ENDED
+        nonlocal batch
+        batch = client.batches.retrieve(batch_id)
+        return batch.status in ENDED
 
     wait_until(has_ended)
-    return found
+    return batch
 
 
 def counts_of(client: openai.OpenAI, batch: Any) -> Any:
@@ -101,9 +101,9 @@ def results_of(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     if file_id is None:
         return {}
     lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
-    made = {line["custom_id"]: line for line in lines}
-    assert len(made) == len(lines)
-    return made
+    results = {line["custom_id"]: line for line in lines}
+    assert len(results) == len(lines)
+    return results
 
 
 # ---- results
@@ -149,16 +149,20 @@ def test_a_batch_has_the_answers_of_its_requests(engine: lp.Engine, store: Path)
         (RESPONSES, {"model": "demo", "input": "Hello", "max_output_tokens": 4, "temperature": 0}),
     ],
 )
-def test_other_endpoints(engine: lp.Engine, store: Path, endpoint: str, body: dict[str, Any]) -> None:
+def test_other_endpoints_are_answered(
+    engine: lp.Engine, store: Path, endpoint: str, body: dict[str, Any]
+) -> None:
     with served(engine, store) as client:
         done = ended(client, begun(client, lines_of([body] * 3, endpoint), endpoint).id)
-        made = [line["response"]["body"] for line in results_of(client, done.output_file_id).values()]
-        assert len(made) == 3 and {one["model"] for one in made} == {"demo"}
+        answers = [line["response"]["body"] for line in results_of(client, done.output_file_id).values()]
+        assert len(answers) == 3 and {answer["model"] for answer in answers} == {"demo"}
         if endpoint == RESPONSES:  # they are stored, as those of clients
-            assert {client.responses.retrieve(one["id"]).id for one in made} == {one["id"] for one in made}
+            assert {client.responses.retrieve(answer["id"]).id for answer in answers} == {
+                answer["id"] for answer in answers
+            }
 
 
-def test_embeddings(store: Path, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_the_route(store: Path, tmp_path: Path) -> None:
     file, _ = bert_model(tmp_path / "bert.gguf")
     with (
         lp.Model(file) as model,
@@ -167,9 +171,9 @@ def test_embeddings(store: Path, tmp_path: Path) -> None:
     ):
         body = {"model": "bert", "input": ["hello", "world"]}
         done = ended(client, begun(client, lines_of([body] * 2, "/v1/embeddings"), "/v1/embeddings").id)
-        made = results_of(client, done.output_file_id)["r1"]["response"]["body"]
+        answer = results_of(client, done.output_file_id)["r1"]["response"]["body"]
         once = client.embeddings.create(**body, encoding_format="float")  # type: ignore[arg-type]
-        assert [one["embedding"] for one in made["data"]] == [one.embedding for one in once.data]
+        assert [entry["embedding"] for entry in answer["data"]] == [entry.embedding for entry in once.data]
 
 
 def test_a_byte_order_mark_belongs_to_no_line(engine: lp.Engine, store: Path) -> None:
@@ -206,7 +210,7 @@ def test_files_that_are_no_requests(
     engine: lp.Engine, store: Path, lines: list[Any], code: str, line: int | None
 ) -> None:
     """The batch fails before a request is made, and says which lines are wrong; 100 of them are told."""
-    text = "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in lines)
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
     with served(engine, store) as client:
         done = ended(client, begun(client, text).id)
         assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
@@ -235,12 +239,12 @@ def test_too_many_requests(engine: lp.Engine, store: Path, monkeypatch: pytest.M
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
     ],
 )
-def test_wrong_fields(engine: lp.Engine, store: Path, fields: dict[str, Any], field: str) -> None:
+def test_wrong_fields_are_named(engine: lp.Engine, store: Path, fields: dict[str, Any], field: str) -> None:
     with served(engine, store) as client:
         file = client.files.create(file=b"{}", purpose="batch")
-        given: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
+        options: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
         with pytest.raises(openai.BadRequestError) as caught:
-            client.batches.create(**given)
+            client.batches.create(**options)
         assert caught.value.param == field
 
 
@@ -257,37 +261,37 @@ def test_wrong_fields(engine: lp.Engine, store: Path, fields: dict[str, Any], fi
         ),
     ],
 )
-def test_wrong_uploads(engine: lp.Engine, store: Path, form: Any, field: str) -> None:
+def test_wrong_uploads_are_refused(engine: lp.Engine, store: Path, form: Any, field: str) -> None:
     with served(engine, store) as client:
         answer = httpx.post(f"{client.base_url}files", files=form)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         assert client.files.list().data == []
 
 
-def test_files(engine: lp.Engine, store: Path) -> None:
+def test_files_are_listed_read_and_deleted(engine: lp.Engine, store: Path) -> None:
     with served(engine, store) as client:
         after: Any = {"anchor": "created_at", "seconds": 3600}
-        made = [
+        files = [
             client.files.create(
                 file=(f"{i}.jsonl", bytes([i]) * 700_000), purpose="batch", expires_after=after
             )
             for i in range(3)
         ]
-        assert [(file.filename, file.bytes, file.status) for file in made] == [
+        assert [(file.filename, file.bytes, file.status) for file in files] == [
             (f"{i}.jsonl", 700_000, "processed") for i in range(3)
         ]
-        assert made[0].expires_at == made[0].created_at + 3600
-        assert client.files.content(made[2].id).content == bytes([2]) * 700_000
+        assert files[0].expires_at == files[0].created_at + 3600
+        assert client.files.content(files[2].id).content == bytes([2]) * 700_000
         listed = [file.id for file in client.files.list(limit=2)]
-        assert listed == [file.id for file in reversed(made)]
+        assert listed == [file.id for file in reversed(files)]
         assert [file.id for file in client.files.list(limit=1, order="asc")] == listed[::-1]
         assert client.files.list(purpose="batch_output").data == []
         page: Any = client.files.list(limit=2)
-        assert (page.has_more, page.last_id) == (True, made[1].id)
-        assert client.files.delete(made[1].id).deleted
+        assert (page.has_more, page.last_id) == (True, files[1].id)
+        assert client.files.delete(files[1].id).deleted
         for use in (client.files.retrieve, client.files.content, client.files.delete):
-            with pytest.raises(openai.NotFoundError, match=f"File with id '{made[1].id}' not found"):
-                use(made[1].id)
+            with pytest.raises(openai.NotFoundError, match=f"File with id '{files[1].id}' not found"):
+                use(files[1].id)
         for query in ("limit=0", "limit=10001", "limit=00000000199999999999999999999", "order=up", "page=1"):
             with pytest.raises(openai.BadRequestError):
                 client.get(f"/files?{query}", cast_to=object)
@@ -307,8 +311,11 @@ def test_a_clock_that_was_ahead(engine: lp.Engine, store: Path) -> None:
         store, "UPDATE files SET created_at = created_at + 1000000000, expires_at = expires_at + 1000000000"
     )
     with served(engine, store) as client:
-        found: Any = client.files.retrieve(file.id)
-        assert (found.expires_at - found.created_at, found.created_at - file.created_at < 1000) == (
+        retrieved: Any = client.files.retrieve(file.id)
+        assert (
+            retrieved.expires_at - retrieved.created_at,
+            retrieved.created_at - file.created_at < 1000,
+        ) == (
             30 * 86_400,
             True,
         )
@@ -329,11 +336,11 @@ def test_a_file_that_a_batch_reads_stays(engine: lp.Engine, store: Path) -> None
 def test_batches_in_pages(engine: lp.Engine, store: Path) -> None:
     with served(engine, store) as client:
         file = client.files.create(file=b"{}", purpose="batch").id
-        made = [
+        batch_ids = [
             client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h").id
             for _ in range(5)
         ]
-        assert [batch.id for batch in client.batches.list(limit=2)] == made[::-1]
+        assert [batch.id for batch in client.batches.list(limit=2)] == batch_ids[::-1]
         with pytest.raises(openai.BadRequestError):
             client.batches.list(limit=101)
 
@@ -379,8 +386,8 @@ def test_results_that_do_not_fit(engine: lp.Engine, store: Path) -> None:
         client.files.create(file=b"a" * 1_030_000, purpose="batch")
         done = ended(client, begun(client, lines_of([chat("a")] * 40)).id)
         assert (done.status, done.errors.data[0].code) == ("failed", "files_full")
-        made = results_of(client, done.output_file_id)
-        assert 0 < len(made) == done.request_counts.completed < 40
+        results = results_of(client, done.output_file_id)
+        assert 0 < len(results) == done.request_counts.completed < 40
         assert sum(file.bytes for file in client.files.list()) <= 2**20
 
 
@@ -402,8 +409,8 @@ def test_batches_that_ended_are_kept_up_to_a_number(
     with served(engine, store, "mine", api_keys=("mine", "other")) as client:
         other = client.with_options(api_key="other")
         theirs = ended(other, begun(other, "").id)
-        made = [ended(client, begun(client, "").id).id for _ in range(4)]
-        assert [batch.id for batch in client.batches.list()] == made[:0:-1]
+        batch_ids = [ended(client, begun(client, "").id).id for _ in range(4)]
+        assert [batch.id for batch in client.batches.list()] == batch_ids[:0:-1]
         assert other.batches.retrieve(theirs.id).status == "failed"
 
 
@@ -595,9 +602,9 @@ def test_a_kill_at_every_stage(engine: lp.Engine, store: Path, stage: str, n: in
         (batch,) = batches
         done = ended(client, batch.id)
         assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 6, 0)
-        made = results_of(client, done.output_file_id)
-        ids = {line["response"]["body"]["id"] for line in made.values()}
-        assert len(made) == len(ids) == 6
+        results = results_of(client, done.output_file_id)
+        ids = {line["response"]["body"]["id"] for line in results.values()}
+        assert len(results) == len(ids) == 6
         with closing(sqlite3.connect(store)) as connection:
             assert {row[0] for row in connection.execute("SELECT id FROM answers")} == ids
 
@@ -663,5 +670,5 @@ def test_several_models_and_a_server_that_is_killed(tmp_path: Path, store: Path)
     ):
         done = ended(client, batch.id)
         assert (done.status, done.request_counts.completed) == ("completed", len(LONG))
-        made = results_of(client, done.output_file_id)
-        assert [line["response"]["body"]["model"] for line in made.values()] == list("ab" * 15)
+        results = results_of(client, done.output_file_id)
+        assert [line["response"]["body"]["model"] for line in results.values()] == list("ab" * 15)

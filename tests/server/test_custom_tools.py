@@ -82,8 +82,8 @@ def test_the_input_follows_the_grammar(client: httpx.Client, syntax: str) -> Non
         assert "".join(inputs) == call.custom.input
         body = responses(syntax=syntax, definition=definition)
         del body["chat_template_kwargs"]
-        made: Any = api.responses.create(**body, **extra)
-        item = made.output[-1]
+        response: Any = api.responses.create(**body, **extra)
+        item = response.output[-1]
         assert item.type == "custom_tool_call" and item.input == call.custom.input
         kinds = [event.type for event in api.responses.create(**body, **extra, stream=True)]
         assert "response.custom_tool_call_input.done" in kinds
@@ -115,10 +115,10 @@ def test_what_cannot_be_followed_is_refused(client: httpx.Client, grammar: dict[
             assert answer.json()["error"]["param"] == f"{place}.{key}"
 
 
-@pytest.mark.parametrize("given", [{"type": "grammr"}, {}, "text", {"type": "text", "x": 1}])
-def test_other_formats(client: httpx.Client, given: Any) -> None:
+@pytest.mark.parametrize("text_format", [{"type": "grammr"}, {}, "text", {"type": "text", "x": 1}])
+def test_other_formats_are_refused(client: httpx.Client, text_format: Any) -> None:
     body = responses()
-    body["tools"][0]["format"] = given
+    body["tools"][0]["format"] = text_format
     answer = client.post("/v1/responses", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tools.0.format")
     body["tools"][0]["format"] = {"type": "text"}

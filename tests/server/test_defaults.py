@@ -26,15 +26,15 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 def text_of(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    if "choices" in found:
-        one = found["choices"][0]
-        return str(one["text"] if "text" in one else one["message"]["content"])
-    if "output" in found:
-        return str(found["output"][0]["content"][0]["text"])
-    if isinstance(found.get("content"), list):
-        return str(found["content"][0]["text"])
-    return str(found.get("content") or found.get("response") or found["message"]["content"])
+    body = answer.json()
+    if "choices" in body:
+        choice = body["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    if "output" in body:
+        return str(body["output"][0]["content"][0]["text"])
+    if isinstance(body.get("content"), list):
+        return str(body["content"][0]["text"])
+    return str(body.get("content") or body.get("response") or body["message"]["content"])
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
@@ -67,6 +67,6 @@ def test_it_holds_where_a_request_says_nothing(demo: lp.Model, path: str, body: 
         ({"top_k": 1.5}, "sampling: top_k"),
     ],
 )
-def test_bad_values(sampling: dict[str, Any], message: str) -> None:
+def test_wrong_defaults_are_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ServerSettings(sampling=sampling)

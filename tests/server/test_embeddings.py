@@ -41,9 +41,9 @@ def url(engine: lp.Engine, embedder: lp.Embedder) -> Iterator[str]:
 def test_llama_servers_routes(url: str, embedder: lp.Embedder) -> None:
     expected = embedder.embed(TEXTS[:2])
     for path in ("/embedding", "/embeddings"):
-        found = httpx.post(url + path, json={"content": TEXTS[:2], "model": "bert"}).json()
-        assert [entry["index"] for entry in found] == [0, 1]
-        assert np.allclose([entry["embedding"][0] for entry in found], expected, atol=1e-6)
+        entries = httpx.post(url + path, json={"content": TEXTS[:2], "model": "bert"}).json()
+        assert [entry["index"] for entry in entries] == [0, 1]
+        assert np.allclose([entry["embedding"][0] for entry in entries], expected, atol=1e-6)
         (alone,) = httpx.post(url + path, json={"input": TEXTS[0], "embd_normalize": -1}).json()
         plain = embedder.embed(TEXTS[0], normalize=False)
         assert np.allclose(alone["embedding"][0], plain, atol=1e-5)
@@ -116,8 +116,8 @@ def test_a_text_that_is_too_long_is_not_tokenized(
     settings = ServerSettings(max_text_characters=3000)
     with serve(engine, embedder=embedder, settings=settings) as server:
         long = "a " * 1500 + "a"
-        for given in (long, ["a", long]):
-            answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": given, "truncate": truncate})
+        for value in (long, ["a", long]):
+            answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": value, "truncate": truncate})
             assert (answer.status_code, "input: a text has 3001 characters" in answer.text) == (400, True)
         answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": long[:-1], "truncate": truncate})
         assert (answer.status_code, "3000 characters" in answer.text) == (200 if truncate else 400, False)
@@ -133,14 +133,14 @@ def test_openais_client_gets_the_embedders_vectors(url: str, embedder: lp.Embedd
         floats = client.embeddings.create(model="bert", input=TEXTS, encoding_format="float")
         names = [model.id for model in client.models.list()]
     expected = embedder.embed(TEXTS)
-    np.testing.assert_allclose([one.embedding for one in answer.data], expected, atol=1e-4)
-    np.testing.assert_allclose([one.embedding for one in floats.data], expected, atol=1e-4)
+    np.testing.assert_allclose([entry.embedding for entry in answer.data], expected, atol=1e-4)
+    np.testing.assert_allclose([entry.embedding for entry in floats.data], expected, atol=1e-4)
     assert answer.usage.prompt_tokens == sum(len(embedder.tokenize(text)) for text in TEXTS)
     assert names == ["demo", "bert"]
 
 
 def test_each_model_has_its_own_limit(url: str, embedder: lp.Embedder, engine: lp.Engine) -> None:
-    limits = {one["id"]: one["max_model_len"] for one in httpx.get(f"{url}/v1/models").json()["data"]}
+    limits = {model["id"]: model["max_model_len"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
     assert limits == {"demo": engine.n_ctx, "bert": embedder.n_ctx} and engine.n_ctx != embedder.n_ctx
     for name, limit in limits.items():
         assert httpx.get(f"{url}/v1/models/{name}").json()["max_model_len"] == limit
@@ -149,8 +149,8 @@ def test_each_model_has_its_own_limit(url: str, embedder: lp.Embedder, engine: l
 def test_all_forms_of_input(url: str, embedder: lp.Embedder) -> None:
     tokens = embedder.tokenize("the fox")
     expected = embedder.embed("the fox")
-    for given in ("the fox", ["the fox"], tokens, [tokens]):
-        body = {"input": given, "encoding_format": "base64"}
+    for value in ("the fox", ["the fox"], tokens, [tokens]):
+        body = {"input": value, "encoding_format": "base64"}
         answer = httpx.post(f"{url}/v1/embeddings", json=body).json()
         row = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
         np.testing.assert_allclose(row, expected, atol=1e-5)
@@ -163,8 +163,8 @@ def test_fewer_dimensions_are_the_first_ones_normalized(url: str, embedder: lp.E
 
 
 def test_a_text_may_be_empty(url: str, embedder: lp.Embedder) -> None:
-    for given in ("", ["a", ""]):
-        answer = httpx.post(f"{url}/v1/embeddings", json={"input": given})
+    for value in ("", ["a", ""]):
+        answer = httpx.post(f"{url}/v1/embeddings", json={"input": value})
         row = answer.json()["data"][-1]["embedding"]
         np.testing.assert_allclose(row, embedder.embed(""), atol=1e-4)
 
@@ -204,17 +204,21 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
         body: dict[str, Any] = {"query": "the fox", "documents": TEXTS, "top_n": 3, "return_documents": True}
         answer = httpx.post(f"{server.url}/v1/rerank", json=body).json()
         expected = embedder.rerank("the fox", TEXTS)[:3]
-        assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
-        assert [one["relevance_score"] for one in answer["results"]] == pytest.approx(
-            [one.score for one in expected], abs=1e-3
+        assert [result["index"] for result in answer["results"]] == [result.index for result in expected]
+        assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(
+            [result.score for result in expected], abs=1e-3
         )
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
         for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
         texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
         assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
-            {"index": one.index, "score": pytest.approx(one.score, abs=1e-5), "text": TEXTS[one.index]}
-            for one in expected
+            {
+                "index": result.index,
+                "score": pytest.approx(result.score, abs=1e-5),
+                "text": TEXTS[result.index],
+            }
+            for result in expected
         ]
         others: tuple[dict[str, Any], ...] = ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False})
         for other in others:
@@ -233,29 +237,29 @@ class TestScores:
             answer = httpx.post(f"{url}{path}", json=body)
             assert answer.status_code == 200, answer.text
             data = answer.json()["data"]
-            assert [(one["index"], one["object"]) for one in data] == [(i, "score") for i in range(4)]
+            assert [(entry["index"], entry["object"]) for entry in data] == [(i, "score") for i in range(4)]
             vectors = np.asarray(embedder.embed(TEXTS[:4]))
-            assert np.allclose([one["score"] for one in data], vectors @ vectors[0], atol=1e-5)
+            assert np.allclose([entry["score"] for entry in data], vectors @ vectors[0], atol=1e-5)
             assert answer.json()["usage"]["prompt_tokens"] > 0
 
-    def test_of_pairs(self, url: str) -> None:
+    def test_of_equal_pairs_are_1(self, url: str) -> None:
         answer = httpx.post(f"{url}/score", json={"text_1": TEXTS[:3], "text_2": TEXTS[:3]}).json()
-        assert np.allclose([one["score"] for one in answer["data"]], 1, atol=1e-5)
+        assert np.allclose([entry["score"] for entry in answer["data"]], 1, atol=1e-5)
 
     def test_of_a_reranker_are_its_own(self, engine: lp.Engine, tmp_path: Path) -> None:
         path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)
         with lp.Embedder(path) as embedder, serve(engine, embedder=embedder) as server:
-            expected = {one.index: one.score for one in embedder.rerank("the fox", TEXTS)}
+            expected = {ranked.index: ranked.score for ranked in embedder.rerank("the fox", TEXTS)}
             body: dict[str, Any] = {"text_1": "the fox", "text_2": TEXTS}
             # With AVX-512, batches of other sizes move a score by 6e-5.
-            one = httpx.post(f"{server.url}/score", json=body).json()["data"]
+            scores = httpx.post(f"{server.url}/score", json=body).json()["data"]
             assert np.allclose(
-                [score["score"] for score in one], [expected[i] for i in range(len(TEXTS))], atol=1e-3
+                [score["score"] for score in scores], [expected[i] for i in range(len(TEXTS))], atol=1e-3
             )
             many = {"text_1": ["the fox"] * 100, "text_2": TEXTS * 10}  # more than run at the same time
             pairs = httpx.post(f"{server.url}/score", json=many, timeout=60).json()["data"]
             assert np.allclose(
-                [score["score"] for score in pairs[:10]], [score["score"] for score in one], atol=1e-3
+                [score["score"] for score in pairs[:10]], [score["score"] for score in scores], atol=1e-3
             )
             assert [score["index"] for score in pairs] == list(range(100))
             cohere = {"query": "the fox", "documents": TEXTS, "top_n": 2, "model": "rank"}

@@ -96,9 +96,9 @@ def test_of_many_models(many_models: httpx.Client) -> None:
 def test_every_route_with_a_model_is_here() -> None:
     routes = (*ROUTES, *OLLAMA_ROUTES)
     named = {
-        one.path
-        for one in routes
-        if one.body is not None and {"model", "source"} & set(one.body.__struct_fields__)
+        route.path
+        for route in routes
+        if route.body is not None and {"model", "source"} & set(route.body.__struct_fields__)
     }
     tested = BODIES.keys() | OTHER_NAMES
     untested, unknown = named - tested, tested - named
@@ -147,7 +147,7 @@ def test_errors_are_short(one_model: httpx.Client, caplog: pytest.LogCaptureFixt
                     n_refused += 1
                     assert len(answer.content) < 2500, (route.path, field[:50])
     assert n_refused > 500
-    assert max(len(logging.Formatter().format(one)) for one in caplog.records) < 5000
+    assert max(len(logging.Formatter().format(record)) for record in caplog.records) < 5000
 
 
 def test_errors_of_several_models_are_short(many_models: httpx.Client) -> None:

@@ -55,7 +55,7 @@ def test_the_page_has_the_tables_of_the_types() -> None:
         (MessagesRequest, beta_message_create_params.MessageCreateParamsStreaming),
         (CountRequest, message_count_tokens_params.MessageCountTokensParams),
     ],
-    ids=lambda one: f"{one.__module__.split('.')[-2]}.{one.__name__}",
+    ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}",
 )
 def test_every_field_of_a_clients_types_has_a_fate(kind: type[msgspec.Struct], params: Any) -> None:
     known = set(get_type_hints(params)) - {"model"}
@@ -85,8 +85,8 @@ def test_other_values_are_refused(body: Body, message: str) -> None:
 
 
 def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
-    given = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
-    assert as_taken(given, Body) == ({"inner": {}, "free": {"const": None}}, ())
+    body = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
+    assert as_taken(body, Body) == ({"inner": {}, "free": {"const": None}}, ())
 
 
 @pytest.mark.parametrize(

@@ -242,11 +242,11 @@ def test_texts_up_to_the_limit_are_counted(limited: httpx.Client) -> None:
         answer = limited.post(path, json={field: "a" * 150_001})
         assert (answer.status_code, "150001 characters" in answer.text) == (400, True)
     assert len(limited.post("/tokenize", json={"content": "a" * 150_000}).json()["tokens"]) > 1000
-    given = {"prompt": "a" * 150_000, "return_token_strs": True}
-    answer = limited.post("/tokenize", json=given).json()
+    body = {"prompt": "a" * 150_000, "return_token_strs": True}
+    answer = limited.post("/tokenize", json=body).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 1000
     pieces = limited.post("/tokenize", json={"content": "a" * 150_000, "with_pieces": True}).json()["tokens"]
-    assert "".join(one["piece"] for one in pieces).strip() == "a" * 150_000
+    assert "".join(piece["piece"] for piece in pieces).strip() == "a" * 150_000
     assert limited.post("/detokenize", json={"tokens": [5] * 150_000}).status_code == 200
     answer = limited.post("/detokenize", json={"tokens": [5] * 150_001})
     assert (answer.status_code, "the limit of this server is 150000" in answer.text) == (400, True)
@@ -516,11 +516,11 @@ def test_thousands_of_tools() -> None:
         for i in range(20_000)
     ]
     began_s = thread_time()
-    made = tools_of(tools, choice, is_flat=False)
-    messages = messages_of(None, items, made)
+    request_tools = tools_of(tools, choice, is_flat=False)
+    messages = messages_of(None, items, request_tools)
     assert thread_time() - began_s < 10  # 0.3 s here; in the square, a minute
-    assert len(made.names) == n and len(messages[0]["tool_calls"]) == len(items)
-    mode, allowed = allowed_tools(made.tool_choice, check_tools(made.functions))
+    assert len(request_tools.names) == n and len(messages[0]["tool_calls"]) == len(items)
+    mode, allowed = allowed_tools(request_tools.tool_choice, check_tools(request_tools.functions))
     assert (mode, len(allowed)) == ("auto", n)
 
 
@@ -603,7 +603,7 @@ def test_nothing_of_a_refused_request_waits_for_the_garbage_collector(client: ht
     """A conversation of 100,000 messages takes 30 MB; a dozen of them took 400 MB until the next collection."""
 
     def n_requests() -> int:
-        return sum(type(found) is ChatRequest for found in gc.get_objects())
+        return sum(type(instance) is ChatRequest for instance in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -42,7 +42,7 @@ def chat(url: str, *parts: Any) -> Any:
     )
 
 
-def test_openai_chat(url: str) -> None:
+def test_openais_chat_takes_images(url: str) -> None:
     without = chat(url)["usage"]["prompt_tokens"]
     answer = chat(url, {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}})
     assert answer["usage"]["prompt_tokens"] > without + 16
@@ -52,17 +52,17 @@ def test_openai_chat(url: str) -> None:
 def test_what_the_model_takes(url: str) -> None:
     for path in ("/v1/models", "/model_info", "/props"):
         with urllib.request.urlopen(url + path) as answer:
-            found = json.load(answer)
-        found = found["data"][0] if path == "/v1/models" else found
+            body = json.load(answer)
+        body = body["data"][0] if path == "/v1/models" else body
         if path == "/props":
-            assert found["modalities"] == {"vision": True, "audio": False, "video": False}
+            assert body["modalities"] == {"vision": True, "audio": False, "video": False}
         else:
-            assert found["supports_images"] and not found["supports_audio"]
+            assert body["supports_images"] and not body["supports_audio"]
     with urllib.request.urlopen(url + "/metrics") as answer:
         assert b"llamapipe_encoded_media_total" in answer.read()
 
 
-def test_openai_responses(url: str) -> None:
+def test_openais_responses_take_images(url: str) -> None:
     parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": URL}]
     answer = post_json(
         url, "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
@@ -70,7 +70,7 @@ def test_openai_responses(url: str) -> None:
     assert answer["usage"]["input_tokens"] > 32, answer
 
 
-def test_anthropic_messages(url: str) -> None:
+def test_anthropics_messages_take_images(url: str) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": DATA}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
@@ -85,7 +85,7 @@ def test_anthropic_messages(url: str) -> None:
     assert "no address is fetched" in post_json(url, "/v1/messages", body)["error"]["message"]
 
 
-def test_ollama(url: str) -> None:
+def test_ollamas_routes_take_images(url: str) -> None:
     message = {"role": "user", "content": "What is this?", "images": [DATA]}
     options = {"num_predict": 4}
     answer = post_json(url, "/api/chat", {"messages": [message], "stream": False, "options": options})
@@ -109,7 +109,7 @@ def test_ollama(url: str) -> None:
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "takes no sounds"),
     ],
 )
-def test_refusals(url: str, part: dict[str, Any], message: str) -> None:
+def test_what_is_no_image_is_refused(url: str, part: dict[str, Any], message: str) -> None:
     answer = chat(url, part)
     assert answer["status"] == 400
     assert message in answer["error"]["message"]

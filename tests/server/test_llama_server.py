@@ -81,9 +81,9 @@ def without(demo: lp.Model) -> Iterator[httpx.Client]:
 
 
 def answer(client: httpx.Client, path: str, body: Any) -> Any:
-    found = client.post(path, json=body)
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -97,20 +97,24 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 class TestCompletion:
     @pytest.mark.parametrize("path", ["/completion", "/completions"])
     def test_an_answer_is_the_engines(self, client: httpx.Client, engine: lp.Engine, path: str) -> None:
-        found = answer(client, path, {**PROMPT, "return_tokens": True})
+        result = answer(client, path, {**PROMPT, "return_tokens": True})
         expected = engine.generate(PROMPT["prompt"], lp.SamplingParams(max_tokens=8, temperature=0))
-        assert (found["content"], found["tokens"]) == (expected.text, expected.token_ids)
-        assert found["tokens_predicted"] == found["timings"]["predicted_n"] == 8
-        assert found["tokens_evaluated"] == expected.n_prompt_tokens
-        timings = found["timings"]
+        assert (result["content"], result["tokens"]) == (expected.text, expected.token_ids)
+        assert result["tokens_predicted"] == result["timings"]["predicted_n"] == 8
+        assert result["tokens_evaluated"] == expected.n_prompt_tokens
+        timings = result["timings"]
         assert timings["prompt_n"] + timings["cache_n"] == expected.n_prompt_tokens
-        assert found["tokens_cached"] == expected.n_prompt_tokens + 8
-        assert (found["stop"], found["stop_type"], found["truncated"]) == (True, "limit", False)
-        assert (found["model"], found["index"], found["has_new_line"]) == ("demo", 0, "\n" in expected.text)
-        assert found["prompt"].endswith("Once upon a time")
-        settings = found["generation_settings"]
+        assert result["tokens_cached"] == expected.n_prompt_tokens + 8
+        assert (result["stop"], result["stop_type"], result["truncated"]) == (True, "limit", False)
+        assert (result["model"], result["index"], result["has_new_line"]) == (
+            "demo",
+            0,
+            "\n" in expected.text,
+        )
+        assert result["prompt"].endswith("Once upon a time")
+        settings = result["generation_settings"]
         assert (settings["n_predict"], settings["temperature"], settings["stream"]) == (8, 0, False)
-        assert found["generation_settings"]["samplers"][-1] == "infill"
+        assert result["generation_settings"]["samplers"][-1] == "infill"
 
     def test_a_stream_joins_to_the_same_answer(self, client: httpx.Client) -> None:
         whole = answer(client, "/completion", {**PROMPT, "return_tokens": True})
@@ -121,7 +125,7 @@ class TestCompletion:
         assert (last["stop"], last["content"], last["tokens"], last["stop_type"]) == (True, "", [], "limit")
         assert last.keys() == whole.keys()
 
-    def test_continues_form(self, client: httpx.Client) -> None:
+    def test_continues_form_is_streamed(self, client: httpx.Client) -> None:
         with client.stream("POST", "/completion", json=CONTINUE) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             values = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
@@ -129,52 +133,51 @@ class TestCompletion:
         assert values[-1]["stop"] is True
 
     def test_several_prompts_and_choices_are_a_list(self, client: httpx.Client) -> None:
-        found = answer(client, "/completion", {**PROMPT, "prompt": ["Once", [1, 5, 7]], "n_cmpl": 2})
-        assert [one["index"] for one in found] == [0, 1, 2, 3]
-        assert found[0]["content"] == found[1]["content"]
-        assert found[2]["tokens_evaluated"] == 3
+        results = answer(client, "/completion", {**PROMPT, "prompt": ["Once", [1, 5, 7]], "n_cmpl": 2})
+        assert [result["index"] for result in results] == [0, 1, 2, 3]
+        assert results[0]["content"] == results[1]["content"]
+        assert results[2]["tokens_evaluated"] == 3
 
     def test_why_a_text_ended(self, client: httpx.Client) -> None:
         text = answer(client, "/completion", {**PROMPT, "n_predict": 16})["content"]
         word = text.split()[2]
-        found = answer(client, "/completion", {**PROMPT, "n_predict": 16, "stop": ["zzz", word]})
-        assert (found["stop_type"], found["stopping_word"]) == ("word", word)
-        assert text.startswith(found["content"])
-        assert word not in found["content"]
+        result = answer(client, "/completion", {**PROMPT, "n_predict": 16, "stop": ["zzz", word]})
+        assert (result["stop_type"], result["stopping_word"]) == ("word", word)
+        assert text.startswith(result["content"])
+        assert word not in result["content"]
         eos = answer(client, "/completion", {**PROMPT, "logit_bias": [[2, 1000.0]]})
         assert (eos["stop_type"], eos["stopping_word"], eos["content"]) == ("eos", "", "")
 
     def test_a_full_context_is_named(self, client: httpx.Client) -> None:
-        found = answer(client, "/completion", {"prompt": [5] * 505, "ignore_eos": True})
-        assert (found["truncated"], found["stop_type"]) == (True, "limit")
+        result = answer(client, "/completion", {"prompt": [5] * 505, "ignore_eos": True})
+        assert (result["truncated"], result["stop_type"]) == (True, "limit")
 
     def test_no_tokens_compute_the_prompt_only(self, client: httpx.Client) -> None:
         prompt = [7, *range(300, 360)]
-        found = answer(client, "/completion", {"prompt": prompt, "n_predict": 0})
-        assert (found["content"], found["tokens_predicted"], found["stop_type"]) == ("", 0, "limit")
-        assert found["generation_settings"]["n_predict"] == 0
+        result = answer(client, "/completion", {"prompt": prompt, "n_predict": 0})
+        assert (result["content"], result["tokens_predicted"], result["stop_type"]) == ("", 0, "limit")
+        assert result["generation_settings"]["n_predict"] == 0
         assert answer(client, "/completion", {**PROMPT, "prompt": prompt})["timings"]["cache_n"] >= 60
         *_, last = events(client, "/completion", {"prompt": prompt, "n_predict": 0})
         assert (last["content"], last["stop"]) == ("", True)
 
     def test_fields_of_the_answer_are_chosen(self, client: httpx.Client) -> None:
         paths = ["content", "timings/prompt_n", "generation_settings/n_predict", "prompt", "no/where", ""]
-        found = answer(client, "/completion", {**PROMPT, "response_fields": paths})
-        assert found.keys() == {"content", "timings/prompt_n", "generation_settings/n_predict", "prompt"}
-        assert found["generation_settings/n_predict"] == 8
+        result = answer(client, "/completion", {**PROMPT, "response_fields": paths})
+        assert result.keys() == {"content", "timings/prompt_n", "generation_settings/n_predict", "prompt"}
+        assert result["generation_settings/n_predict"] == 8
 
-    def test_probabilities(self, client: httpx.Client) -> None:
-        found = answer(client, "/completion", {**PROMPT, "n_probs": 3})["completion_probabilities"]
+    def test_each_token_has_probabilities(self, client: httpx.Client) -> None:
+        entries = answer(client, "/completion", {**PROMPT, "n_probs": 3})["completion_probabilities"]
         parts = [part for part in events(client, "/completion", {**PROMPT, "n_probs": 3}) if not part["stop"]]
-        assert [one for part in parts for one in part["completion_probabilities"]] == found
-        assert len(found) == 8
-        for one in found:
-            assert one["id"] == one["top_logprobs"][0]["id"]  # at temperature 0
-            assert len(one["top_logprobs"]) == 3
-            assert one["logprob"] <= 0
-            assert bytes(one["bytes"]).decode(errors="replace") == one["token"] or one["token"].startswith(
-                "bytes:"
-            )
+        assert [entry for part in parts for entry in part["completion_probabilities"]] == entries
+        assert len(entries) == 8
+        for entry in entries:
+            assert entry["id"] == entry["top_logprobs"][0]["id"]  # at temperature 0
+            assert len(entry["top_logprobs"]) == 3
+            assert entry["logprob"] <= 0
+            token = entry["token"]
+            assert bytes(entry["bytes"]).decode(errors="replace") == token or token.startswith("bytes:")
 
     def test_biases_are_a_list_or_an_object(self, client: httpx.Client) -> None:
         first = answer(client, "/completion", {**PROMPT, "return_tokens": True})["tokens"][0]
@@ -184,17 +187,17 @@ class TestCompletion:
 
     def test_a_seed_is_told_and_gives_the_same_text(self, client: httpx.Client) -> None:
         body = {"prompt": "Once", "n_predict": 12, "temperature": 2}
-        found = answer(client, "/completion", body)
-        seed = found["generation_settings"]["seed"]
-        assert answer(client, "/completion", {**body, "seed": seed})["content"] == found["content"]
+        result = answer(client, "/completion", body)
+        seed = result["generation_settings"]["seed"]
+        assert answer(client, "/completion", {**body, "seed": seed})["content"] == result["content"]
 
     def test_progress_and_timings_come_with_the_stream(self, client: httpx.Client) -> None:
         body = {**PROMPT, "prompt": [9] * 400, "return_progress": True, "timings_per_token": True}
-        found = events(client, "/completion", body)
-        told = [event["prompt_progress"] for event in found if "prompt_progress" in event]
+        parts = events(client, "/completion", body)
+        told = [event["prompt_progress"] for event in parts if "prompt_progress" in event]
         assert told
         assert told[-1]["total"] == told[-1]["processed"] == 400
-        assert all("timings" in event for event in found)
+        assert all("timings" in event for event in parts)
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_client_that_leaves_ends_its_request(
@@ -213,41 +216,43 @@ class TestCompletion:
 class TestInfill:
     def test_the_prompt_is_the_models(self, client: httpx.Client, engine: lp.Engine) -> None:
         body = {**GAP, "prompt": "a", "input_extra": EXTRA, "filename": "end.py"}
-        found = answer(client, "/infill", body)
+        result = answer(client, "/infill", body)
         prompt = engine.model.tokenize_fim(
             "Once upon\na", "\nthe end", extra=[("fox.py", EXTRA[0]["text"])], filename="end.py"
         )
         expected = engine.generate(prompt, lp.SamplingParams(max_tokens=8, temperature=0))
-        assert found["content"] == expected.text
-        assert found["prompt"] == engine.model.vocab.detokenize(prompt, unparse_special=True)
-        assert (found["truncated"], found["tokens_evaluated"]) == (False, len(prompt))
+        assert result["content"] == expected.text
+        assert result["prompt"] == engine.model.vocab.detokenize(prompt, unparse_special=True)
+        assert (result["truncated"], result["tokens_evaluated"]) == (False, len(prompt))
 
     def test_llama_vims_form(self, client: httpx.Client) -> None:
         warm = client.post("/infill", json=VIM_WARM)
         assert (warm.status_code, warm.json()) == (200, {})
         unused = warm.headers["x-llamapipe-unused"].split(", ")
         assert set(unused) == {"id_slot", "t_max_prompt_ms", "temperature"}
-        found = answer(client, "/infill", VIM)
-        assert found.keys() == set(VIM["response_fields"])
-        assert isinstance(found["content"], str)
-        assert found["tokens_cached"] > 40
-        assert found["timings/prompt_n"] < 40  # the other file was computed before
+        result = answer(client, "/infill", VIM)
+        assert result.keys() == set(VIM["response_fields"])
+        assert isinstance(result["content"], str)
+        assert result["tokens_cached"] > 40
+        assert result["timings/prompt_n"] < 40  # the other file was computed before
 
     def test_llama_vscodes_form(self, client: httpx.Client) -> None:
-        found = answer(client, "/infill", VSCODE)
-        assert [one["index"] for one in found] == [0, 1]
-        assert all(one["stop"] for one in found)
+        results = answer(client, "/infill", VSCODE)
+        assert [result["index"] for result in results] == [0, 1]
+        assert all(result["stop"] for result in results)
 
     def test_a_long_file_is_cut(self, client: httpx.Client) -> None:
-        found = answer(client, "/infill", {**GAP, "input_prefix": "A fox ran.\n" * 500})
-        assert found["truncated"] is True
-        assert found["tokens_evaluated"] <= fim_room(512, 8)
+        result = answer(client, "/infill", {**GAP, "input_prefix": "A fox ran.\n" * 500})
+        assert result["truncated"] is True
+        assert result["tokens_evaluated"] <= fim_room(512, 8)
 
     def test_the_order_is_the_operators(self, engine: lp.Engine) -> None:
         with http_client(engine, fim_order="spm") as client:
             prompt = engine.model.tokenize_fim("Once", "end", order="spm")
-            found = answer(client, "/infill", {"input_prefix": "Once", "input_suffix": "end", "n_predict": 1})
-            assert found["prompt"] == engine.model.vocab.detokenize(prompt, unparse_special=True)
+            result = answer(
+                client, "/infill", {"input_prefix": "Once", "input_suffix": "end", "n_predict": 1}
+            )
+            assert result["prompt"] == engine.model.vocab.detokenize(prompt, unparse_special=True)
             text = {"prompt": "Once", "suffix": "end", "max_tokens": 1, "return_token_ids": True}
             assert answer(client, "/v1/completions", text)["choices"][0]["prompt_token_ids"] == prompt
 
@@ -266,7 +271,7 @@ class TestInfill:
     @pytest.mark.parametrize(
         "extra", [{}, {"filename": "a"}, {"filename": 1, "text": "b"}, {"text": 4}, "a", 7, None]
     )
-    def test_wrong_files(self, client: httpx.Client, extra: Any) -> None:
+    def test_wrong_files_are_refused(self, client: httpx.Client, extra: Any) -> None:
         assert "input_extra" in refused(client, "/infill", {**GAP, "input_extra": [extra]})["param"]
 
 
@@ -311,33 +316,33 @@ class TestHostile:
     ) -> None:
         assert answer(client, "/infill", {**GAP, field: "ab\n" * 2_000_000})["truncated"]
 
-    def test_many_files(self, client: httpx.Client) -> None:
+    def test_many_files_are_cut(self, client: httpx.Client) -> None:
         assert answer(client, "/infill", {**GAP, "input_extra": [{"text": ""}] * 100_000})["truncated"]
 
     def test_huge_paths_of_fields(self, client: httpx.Client) -> None:
         body = {**PROMPT, "response_fields": ["/".join("x" * 50_000), "content/" * 1000, "content"] * 10}
         assert answer(client, "/completion", body).keys() == {"content"}
 
-    def test_lone_surrogates(self, client: httpx.Client) -> None:
+    def test_lone_surrogates_are_replaced(self, client: httpx.Client) -> None:
         """They stand for half a character: U+FFFD is taken in their place."""
         texts = []
         for half in ("\ud800", "\ufffd"):
             raw = json.dumps({**GAP, "input_prefix": half, "n_predict": 4, "temperature": 0})
-            found = client.post("/infill", content=raw, headers={"content-type": "application/json"})
-            assert found.status_code == 200
-            texts.append(found.json()["content"])
+            response = client.post("/infill", content=raw, headers={"content-type": "application/json"})
+            assert response.status_code == 200
+            texts.append(response.json()["content"])
         assert texts[0] == texts[1]
 
 
 class TestLimits:
     def pushed(self, n_indent: int | None, text: str) -> str:
-        limits, made = TextLimits(n_indent), ""
+        limits, passed = TextLimits(n_indent), ""
         for character in text:
-            made += limits.push(character)
-            assert not set(made) - set(text)
+            passed += limits.push(character)
+            assert not set(passed) - set(text)
             if limits.is_over:
-                return made
-        return made + limits.finish()
+                return passed
+        return passed + limits.finish()
 
     @pytest.mark.parametrize(
         ("n_indent", "text", "expected"),
@@ -366,8 +371,8 @@ class TestLimits:
             "n_indent": 3,
             "grammar": r'root ::= "a\n  b\n" .*',
         }
-        found = answer(client, "/completion", {**body, "grammar": 'root ::= "a\\n   b\\n c" [a-z]*'})
-        assert (found["content"], found["stop_type"]) == ("a\n   b\n ", "limit")
+        result = answer(client, "/completion", {**body, "grammar": 'root ::= "a\\n   b\\n c" [a-z]*'})
+        assert (result["content"], result["stop_type"]) == ("a\n   b\n ", "limit")
         parts = events(client, "/completion", {**body, "grammar": 'root ::= "a\\n   b\\n c" [a-z]*'})
         assert "".join(part["content"] for part in parts) == "a\n   b\n "
         wait_until(lambda: engine.stats().n_active == 0)
@@ -385,27 +390,27 @@ class TestSamplers:
 
     def test_options_of_samplers_that_are_left_out_are_named(self, client: httpx.Client) -> None:
         body = {**PROMPT, "samplers": ["temperature"], "top_k": 3, "repetition_penalty": 1.2}
-        found = client.post("/completion", json=body)
-        assert found.status_code == 200
-        assert found.headers["x-llamapipe-unused"] == "repetition_penalty, top_k"
-        assert found.json()["generation_settings"]["samplers"] == ["temperature"]
+        response = client.post("/completion", json=body)
+        assert response.status_code == 200
+        assert response.headers["x-llamapipe-unused"] == "repetition_penalty, top_k"
+        assert response.json()["generation_settings"]["samplers"] == ["temperature"]
 
 
 class TestServer:
-    def test_props(self, client: httpx.Client, engine: lp.Engine) -> None:
-        found = client.get("/props").json()
-        assert (found["total_slots"], found["default_generation_settings"]["n_ctx"]) == (4, 512)
-        assert found["default_generation_settings"]["params"]["n_predict"] == -1
-        assert found["default_generation_settings"]["params"]["top_k"] == 40
-        assert found["chat_template"] == engine.model.chat_template
-        assert (found["bos_token"], found["eos_token"], found["model_alias"]) == ("<s>", "</s>", "demo")
-        assert math.isfinite(found["default_generation_settings"]["params"]["seed"])
+    def test_props_are_those_of_the_engine(self, client: httpx.Client, engine: lp.Engine) -> None:
+        result = client.get("/props").json()
+        assert (result["total_slots"], result["default_generation_settings"]["n_ctx"]) == (4, 512)
+        assert result["default_generation_settings"]["params"]["n_predict"] == -1
+        assert result["default_generation_settings"]["params"]["top_k"] == 40
+        assert result["chat_template"] == engine.model.chat_template
+        assert (result["bos_token"], result["eos_token"], result["model_alias"]) == ("<s>", "</s>", "demo")
+        assert math.isfinite(result["default_generation_settings"]["params"]["seed"])
 
-    def test_slots(self, client: httpx.Client) -> None:
-        found = client.get("/slots").json()
-        assert [slot["id"] for slot in found] == [0, 1, 2, 3]
-        assert not any(slot["is_processing"] for slot in found)
-        assert all(slot["speculative"] for slot in found)
+    def test_slots_say_whether_they_are_processing(self, client: httpx.Client) -> None:
+        slots = client.get("/slots").json()
+        assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
+        assert not any(slot["is_processing"] for slot in slots)
+        assert all(slot["speculative"] for slot in slots)
         body = {"prompt": "Once", "n_predict": -1, "ignore_eos": True, "stream": True, "n_cmpl": 4}
         with client.stream("POST", "/completion", json=body) as stream:
             lines = stream.iter_lines()

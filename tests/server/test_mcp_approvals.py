@@ -57,15 +57,15 @@ def test_a_call_waits_for_approval(client: Any, agent: Agent) -> None:
         "add",
         {"a": 2, "b": 3},
     )
-    given = [USER, *sent_back(first), approval(request)]
-    second: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[ASKS])
+    inputs = [USER, *sent_back(first), approval(request)]
+    second: Any = client.responses.create(**{**OPTIONS, "input": inputs}, tools=[ASKS])
     assert kinds(second) == ["mcp_call", "message", "mcp_approval_request"]
     call = second.output[0]
     assert (call.output, call.approval_request_id, call.status) == ("5", request.id, "completed")
-    given += [*sent_back(second), approval(second.output[-1], False, reason="too dangerous")]
-    third: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[ASKS])
+    inputs += [*sent_back(second), approval(second.output[-1], False, reason="too dangerous")]
+    third: Any = client.responses.create(**{**OPTIONS, "input": inputs}, tools=[ASKS])
     assert kinds(third) == ["message"] and third.output_text.endswith("DONE.")
-    messages = agent.messages_of(given)
+    messages = agent.messages_of(inputs)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool"]
     assert messages[2]["content"] == "5"
     assert messages[4]["content"] == "The user refused this call: too dangerous"
@@ -118,10 +118,10 @@ def test_what_needs_approval(client: Any, required: Any, asked: str | None) -> N
     assert ran == {"add": [], "fail": ["add"], None: ["add", "fail"]}[asked]
 
 
-def test_wrong_approvals(client: Any) -> None:
+def test_wrong_approvals_are_refused(client: Any) -> None:
     first: Any = client.responses.create(**OPTIONS, tools=[ASKS])
     items = sent_back(first)
-    for given, tools, problem in (
+    for inputs, tools, problem in (
         ([USER, approval(first.output[-1])], [ASKS], "answers no mcp_approval_request"),
         (
             [USER, *items, approval(first.output[-1])],
@@ -135,12 +135,12 @@ def test_wrong_approvals(client: Any) -> None:
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
-            client.responses.create(**{**OPTIONS, "input": given}, tools=tools)
+            client.responses.create(**{**OPTIONS, "input": inputs}, tools=tools)
     # What was run is not run again, and the call is not there twice.
-    given = [USER, *items, approval(first.output[-1])]
-    second: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[ASKS], max_output_tokens=1)
-    given += sent_back(second)
-    third: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[ASKS], max_output_tokens=1)
+    inputs = [USER, *items, approval(first.output[-1])]
+    second: Any = client.responses.create(**{**OPTIONS, "input": inputs}, tools=[ASKS], max_output_tokens=1)
+    inputs += sent_back(second)
+    third: Any = client.responses.create(**{**OPTIONS, "input": inputs}, tools=[ASKS], max_output_tokens=1)
     assert "mcp_call" in kinds(second) and "mcp_call" not in kinds(third)
 
 
@@ -155,12 +155,12 @@ def test_arguments_that_cannot_be_sent_cost_their_call_only(
     """The same process of the server answers the next client."""
     started = {path.name for path in agent.folder.glob("started-*")}
     asked = {"type": "mcp_approval_request", "id": "mcpr_1", "server_label": "good", "name": "fail"}
-    given = [
+    inputs = [
         USER,
         {**asked, "arguments": arguments},
         {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": True},
     ]
-    options = {**OPTIONS, "input": given, "max_output_tokens": 1}
+    options = {**OPTIONS, "input": inputs, "max_output_tokens": 1}
     response: Any = client.responses.create(**options, tools=[ASKS])
     (call,) = (item.to_dict() for item in response.output if item.type == "mcp_call")
     assert (call["status"], call["error"]["code"]) == ("failed", -32602)
@@ -230,8 +230,8 @@ def test_a_stream_asks_for_approval_and_runs_what_was_approved(client: Any) -> N
     with client.responses.stream(**OPTIONS, tools=[ASKS]) as stream:
         first: Any = stream.get_final_response()
     assert kinds(first)[-1] == "mcp_approval_request"
-    given = [USER, *sent_back(first), approval(first.output[-1])]
-    with client.responses.stream(**{**OPTIONS, "input": given}, tools=[ASKS]) as stream:
+    inputs = [USER, *sent_back(first), approval(first.output[-1])]
+    with client.responses.stream(**{**OPTIONS, "input": inputs}, tools=[ASKS]) as stream:
         told = [event.type.removeprefix("response.") for event in stream]
     assert told[:8] == [
         "created",
@@ -265,7 +265,7 @@ def test_functions_of_the_client_end_the_answer(tmp_path: Path) -> None:
     with Agent(tmp_path, [("add", {"a": 1, "b": 1}), ("shell", {})]) as agent:
         first: Any = agent.client.responses.create(**OPTIONS, tools=[shell, GOOD])
         assert kinds(first)[2:] == ["mcp_call", "message", "function_call"]
-        given = [USER, *sent_back(first)]
-        given.append({"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "ok"})
-        second: Any = agent.client.responses.create(**{**OPTIONS, "input": given}, tools=[shell, GOOD])
+        inputs = [USER, *sent_back(first)]
+        inputs.append({"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "ok"})
+        second: Any = agent.client.responses.create(**{**OPTIONS, "input": inputs}, tools=[shell, GOOD])
         assert kinds(second) == ["message"] and second.output_text.endswith("DONE.")

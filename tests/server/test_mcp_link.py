@@ -61,15 +61,15 @@ def test_another_process_has_the_same_servers(tmp_path: Path) -> None:
 
 def answers(url: str, n: int) -> list[Any]:
     """Answers on connections of their own, which workers share."""
-    made = []
+    responses = []
     for _ in range(n):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-            made.append(client.responses.create(**OPTIONS, tools=[GOOD]))
-    return made
+            responses.append(client.responses.create(**OPTIONS, tools=[GOOD]))
+    return responses
 
 
-def check(made: list[Any]) -> None:
-    for response in made:
+def check(responses: list[Any]) -> None:
+    for response in responses:
         calls = [item for item in response.output if item.type == "mcp_call"]
         assert [(call.name, call.output) for call in calls] == [("add", "5")]
         assert response.output_text.endswith("DONE.")

@@ -30,17 +30,17 @@ def used(folder: Path, servers: dict[str, Any], use: Use, *limits_s: float) -> A
 
     async def run() -> Any:
         entries = entries_of(write_file(folder / "mcp.json", servers))
-        with closing(LocalServers(entries, *(limits_s or (PATIENCE_S,)))) as made:
-            return await use(made)
+        with closing(LocalServers(entries, *(limits_s or (PATIENCE_S,)))) as local:
+            return await use(local)
 
     return asyncio.run(run())
 
 
 def called(folder: Path, kind: str) -> Any:
-    return used(folder, {kind: entry(kind, str(folder))}, lambda made: made.call(kind, "act", {}))
+    return used(folder, {kind: entry(kind, str(folder))}, lambda local: local.call(kind, "act", {}))
 
 
-def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_lists_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_TOKEN", "secret")
     monkeypatch.delenv("TEST_NONE", raising=False)
     path = write_file(
@@ -59,7 +59,7 @@ def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("text", "problem"),
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -95,10 +95,10 @@ def test_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("x" * (2**20 + 1), "more than 1048576 bytes"),
     ],
 )
-def test_a_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, problem: str) -> None:
+def test_a_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str) -> None:
     monkeypatch.delenv("TEST_NONE", raising=False)
     path = tmp_path / "mcp.json"
-    path.write_text(given)
+    path.write_text(text)
     with pytest.raises(ValueError, match=problem):
         entries_of(path)
 
@@ -106,16 +106,16 @@ def test_a_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: st
 def test_tools_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMAPIPE_API_KEYS", "secret")
 
-    async def use(made: LocalServers) -> Any:
-        tools = {tool.name: tool for tool in await made.tools("good")}
+    async def use(local: LocalServers) -> Any:
+        tools = {tool.name: tool for tool in await local.tools("good")}
         results = await asyncio.gather(
-            made.call("good", "add", {"a": 2, "b": 3}),
-            made.call("good", "fail", {}),
-            made.call("good", "picture", {}),
-            made.call("good", "environment", {}),
+            local.call("good", "add", {"a": 2, "b": 3}),
+            local.call("good", "fail", {}),
+            local.call("good", "picture", {}),
+            local.call("good", "environment", {}),
         )
         with pytest.raises(KeyError):
-            await made.call("other", "add", {})
+            await local.call("other", "add", {})
         return tools, results
 
     tools, (added, failed, picture, names) = used(
@@ -134,14 +134,14 @@ def test_tools_of_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_process_for_all_calls_and_another_after_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use(made: LocalServers) -> Any:
-        made.start()
+    async def use(local: LocalServers) -> Any:
+        local.start()
         for i in range(3):
-            await made.call("good", "add", {"a": i, "b": 1})
+            await local.call("good", "add", {"a": i, "b": 1})
         first = started()
         with pytest.raises(McpError, match="the MCP server 'good' ended"):
-            await made.call("good", "die", {})
-        again = await made.call("good", "add", {"a": 1, "b": 1})
+            await local.call("good", "die", {})
+        again = await local.call("good", "add", {"a": 1, "b": 1})
         return first, again
 
     def started() -> list[str]:
@@ -153,13 +153,13 @@ def test_one_process_for_all_calls_and_another_after_its_end(
 
 
 def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
-    async def use(made: LocalServers) -> Any:
-        call = asyncio.ensure_future(made.call("good", "wait", {}))
+    async def use(local: LocalServers) -> Any:
+        call = asyncio.ensure_future(local.call("good", "wait", {}))
         await asyncio.to_thread(wait_until, (tmp_path / "waiting").exists)
         call.cancel()
         await asyncio.wait({call})
         await asyncio.to_thread(wait_until, (tmp_path / "cancelled").exists)
-        return call.cancelled(), await made.call("good", "add", {"a": 1, "b": 1})
+        return call.cancelled(), await local.call("good", "add", {"a": 1, "b": 1})
 
     cancelled, again = used(tmp_path, {"good": entry("good", str(tmp_path))}, use)
     assert cancelled and again == Result(["2"], False)
@@ -178,12 +178,12 @@ def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
 )
 def test_a_server_that_does_not_start(tmp_path: Path, server: dict[str, Any], problem: str) -> None:
     with pytest.raises(McpError, match=problem):
-        used(tmp_path, {"it": server}, lambda made: made.tools("it"))
+        used(tmp_path, {"it": server}, lambda local: local.tools("it"))
 
 
 def test_a_server_that_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(McpError, match=r"did not start within 0\.5 seconds"):
-        used(tmp_path, {"it": entry("silent")}, lambda made: made.tools("it"), PATIENCE_S, 0.5)
+        used(tmp_path, {"it": entry("silent")}, lambda local: local.tools("it"), PATIENCE_S, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_a_server_that_says_nothing(tmp_path: Path) -> None:
 )
 def test_a_server_with_too_many_tools(tmp_path: Path, kind: str, problem: str) -> None:
     with pytest.raises(McpError, match=problem):
-        used(tmp_path, {kind: entry(kind)}, lambda made: made.tools(kind))
+        used(tmp_path, {kind: entry(kind)}, lambda local: local.tools(kind))
 
 
 def test_a_name_that_is_listed_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tool,) = used(tmp_path, {"twice": entry("twice")}, lambda made: made.tools("twice"))
+    (tool,) = used(tmp_path, {"twice": entry("twice")}, lambda local: local.tools("twice"))
     assert tool.description == "first"
     assert "the MCP server 'twice' lists two tools called 'act'" in caplog.text
 
@@ -204,10 +204,10 @@ def test_a_name_that_is_listed_twice(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_an_error_of_a_server_is_not_its_end(tmp_path: Path) -> None:
     """The code is that with which the package tells that a connection ended."""
 
-    async def use(made: LocalServers) -> Any:
+    async def use(local: LocalServers) -> Any:
         for _ in range(2):
             with pytest.raises(McpError, match=r"^not today$") as caught:
-                await made.call("refusing", "act", {})
+                await local.call("refusing", "act", {})
         return caught.value.code
 
     with_log = used(tmp_path, {"refusing": entry("refusing")}, use)
@@ -220,11 +220,11 @@ def test_a_server_that_floods(tmp_path: Path) -> None:
 
 
 def test_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
-    async def use(made: LocalServers) -> Any:
-        await made.tools("hanging")
+    async def use(local: LocalServers) -> Any:
+        await local.tools("hanging")
         for n in (1, 2):
             with pytest.raises(McpError, match="did not answer within 1 seconds") as caught:
-                await made.call("hanging", "act", {})
+                await local.call("hanging", "act", {})
             assert caught.value.code == mcp.TIMED_OUT
             assert len(list(tmp_path.glob("pid-*"))) == n
 
@@ -240,11 +240,11 @@ def test_the_end_ends_what_children_have_started(tmp_path: Path, monkeypatch: py
 
 
 def test_nothing_is_asked_after_the_end(tmp_path: Path) -> None:
-    async def use(made: LocalServers) -> None:
-        made.close()
-        made.close()
+    async def use(local: LocalServers) -> None:
+        local.close()
+        local.close()
         with pytest.raises(McpError, match="shutting down"):
-            await made.tools("good")
+            await local.tools("good")
 
     used(tmp_path, {"good": entry("good", str(tmp_path))}, use)
     assert not list(tmp_path.glob("started-*"))
@@ -257,14 +257,14 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 def test_tools_at_an_address(tmp_path: Path, address: str) -> None:
-    async def use(made: LocalServers) -> Any:
-        assert made.labels == {"far": address}
-        names = [tool.name for tool in await made.tools("far")]
-        call = asyncio.ensure_future(made.call("far", "wait", {}))
+    async def use(local: LocalServers) -> Any:
+        assert local.labels == {"far": address}
+        names = [tool.name for tool in await local.tools("far")]
+        call = asyncio.ensure_future(local.call("far", "wait", {}))
         await asyncio.to_thread(wait_until, (tmp_path / "waiting").exists)
         call.cancel()
         await asyncio.to_thread(wait_until, (tmp_path / "cancelled").exists)
-        return names, await made.call("far", "add", {"a": 1, "b": 2})
+        return names, await local.call("far", "add", {"a": 1, "b": 2})
 
     names, added = used(tmp_path, {"far": {"url": address}}, use)
     assert names[0] == "add" and added == Result(["3"], False)
@@ -272,7 +272,7 @@ def test_tools_at_an_address(tmp_path: Path, address: str) -> None:
 
 def test_an_address_where_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(McpError, match="the MCP server 'far' did not start"):
-        used(tmp_path, {"far": {"url": "http://127.0.0.1:9/mcp"}}, lambda made: made.tools("far"))
+        used(tmp_path, {"far": {"url": "http://127.0.0.1:9/mcp"}}, lambda local: local.tools("far"))
 
 
 def test_the_package_is_needed_only_where_a_server_starts() -> None:
@@ -289,4 +289,4 @@ def test_without_the_package_an_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(McpError, match=r"pip install 'llamapipe\[mcp\]'"):
-        used(tmp_path, {"good": entry("good", str(tmp_path))}, lambda made: made.tools("good"))
+        used(tmp_path, {"good": entry("good", str(tmp_path))}, lambda local: local.tools("good"))

@@ -65,12 +65,12 @@ def test_the_model_calls_tools_until_it_has_an_answer(client: Any) -> None:
 def test_the_next_request_has_the_same_conversation(client: Any, agent: Agent) -> None:
     """What a client sends back is what the model has read and written: all of it is cached."""
     first: Any = client.responses.create(**OPTIONS, tools=[GOOD])
-    given: Any = [
+    inputs: Any = [
         {"role": "user", "content": "Go."},
         *[item.model_dump(exclude_none=True) for item in first.output],
         {"role": "user", "content": "Again."},
     ]
-    again: Any = client.responses.create(**{**OPTIONS, "input": given}, tools=[GOOD])
+    again: Any = client.responses.create(**{**OPTIONS, "input": inputs}, tools=[GOOD])
     assert kinds(again) == ["message"]  # the list of tools is there already
     assert again.usage.input_tokens_details.cached_tokens > again.usage.input_tokens - 120
     shown = httpx.get(f"{agent.server.url}/requests", timeout=PATIENCE_S).json()["data"][1]
@@ -79,7 +79,7 @@ def test_the_next_request_has_the_same_conversation(client: Any, agent: Agent) -
         usage.input_tokens,
         usage.input_tokens_details.cached_tokens,
     )
-    counted = client.responses.input_tokens.count(model="turns", input=given, tools=[GOOD])
+    counted = client.responses.input_tokens.count(model="turns", input=inputs, tools=[GOOD])
     assert counted.input_tokens == again.usage.input_tokens
 
 
@@ -260,10 +260,10 @@ def test_images_of_a_result(tmp_path: Path) -> None:
         ):
             body = {"input": "Look.", "temperature": 0, "tools": [{**GOOD, "server_label": "seeing"}],
                     "tool_choice": choice, "max_tool_calls": 1, "max_output_tokens": 200}  # fmt: skip
-            made = httpx.post(f"{server.url}/v1/responses", json=body, timeout=PATIENCE_S).json()
-            (call,) = (item for item in made["output"] if item["type"] == "mcp_call")
-            assert call["output"] == "fine\n[image: image/png]", made["output"]
-            n_input.append(made["usage"]["input_tokens"])
+            answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=PATIENCE_S).json()
+            (call,) = (item for item in answer["output"] if item["type"] == "mcp_call")
+            assert call["output"] == "fine\n[image: image/png]", answer["output"]
+            n_input.append(answer["usage"]["input_tokens"])
             engine.check_integrity()
     assert n_input[1] > n_input[0] + 16
 
@@ -272,10 +272,10 @@ def test_the_conversation_stays_in_the_cache_while_a_tool_runs(tmp_path: Path) -
     """Others use all slots meanwhile: its cells wait in host memory."""
     os.mkfifo(tmp_path / "gate")
     with Agent(tmp_path, [("gate", {})]) as agent:
-        made: list[Any] = []
+        responses: list[Any] = []
 
         def ask() -> None:
-            made.append(agent.client.responses.create(**OPTIONS, tools=[GOOD]))
+            responses.append(agent.client.responses.create(**OPTIONS, tools=[GOOD]))
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -285,7 +285,7 @@ def test_the_conversation_stays_in_the_cache_while_a_tool_runs(tmp_path: Path) -
                 agent.client.responses.create(**others)
             gate.write("open")
         thread.join()
-        (response,) = made
+        (response,) = responses
         call = next(item for item in response.output if item.type == "mcp_call")
         assert call.output == "open"
         usage = response.usage

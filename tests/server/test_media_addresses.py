@@ -242,8 +242,8 @@ def test_another_client_beside_many_slow_addresses(engine: lp.Engine, hosts: tup
         assert connection.getresponse().status == 200
         slow = [path for path in Host.asked[before:] if path.startswith("/slow")]
         assert len(slow) == 4  # as many as one client fetches at a time, none of which has ended
-        for one in (connection, *asked):
-            one.close()
+        for sock in (connection, *asked):
+            sock.close()
 
 
 def test_files_of_a_folder(server: str, folder: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_text_model_says_that_it_takes_no_images(make_engine: Any, demo: lp.Mo
         ("fe80::1%eth0", False), ("fd00::1", False), ("ff02::1", False), ("255.255.255.255", False),
     ],
 )  # fmt: skip
-def test_private_networks(address: str, expected: bool) -> None:
+def test_private_networks_are_not_public(address: str, expected: bool) -> None:
     assert is_public(address) is expected
 
 
@@ -295,6 +295,6 @@ def test_private_networks(address: str, expected: bool) -> None:
         ({"media_path": "/nowhere"}, "is not a folder"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         ServerSettings(**settings)

@@ -49,7 +49,7 @@ def test_an_answer_is_the_engines(client: anthropic.Anthropic, engine: lp.Engine
     assert message.usage.output_tokens == expected.n_completion_tokens
 
 
-def test_models(client: anthropic.Anthropic) -> None:
+def test_models_are_listed_with_their_limits(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
     assert model.created_at.tzinfo is not None and model.lifecycle == "active"
@@ -139,8 +139,8 @@ def test_the_clients_tool_runner_sends_the_conversation_itself(tmp_path: Path, s
     schema: Any = WEATHER
 
     @anthropic.beta_tool(name="get_weather", description="The weather.", input_schema=schema)
-    def get_weather(**given: Any) -> str:
-        called.append(given)
+    def get_weather(**arguments: Any) -> str:
+        called.append(arguments)
         return "sunny"
 
     with (
@@ -158,7 +158,7 @@ def test_the_clients_tool_runner_sends_the_conversation_itself(tmp_path: Path, s
             stream=stream,
             extra_body=GREEDY,
         )
-        replies = [one.get_final_message() if stream else one for one in runner]
+        replies = [reply.get_final_message() if stream else reply for reply in runner]
     assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
     assert called[0] == FULL
 
@@ -184,9 +184,9 @@ def test_what_only_an_answer_depends_on_is_ignored_by_the_count(client: anthropi
     assert answer.headers["x-llamapipe-unused"] == "max_tokens, stream, temperature"
 
 
-@pytest.mark.parametrize("given", [None, [], "x", {"city": "Par"}, '{"city": "Par'])
-def test_the_input_of_a_call_may_be_anything(client: anthropic.Anthropic, given: Any) -> None:
-    call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": given}
+@pytest.mark.parametrize("arguments", [None, [], "x", {"city": "Par"}, '{"city": "Par'])
+def test_the_input_of_a_call_may_be_anything(client: anthropic.Anthropic, arguments: Any) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": arguments}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
     chat: Any = [
         *HELLO,

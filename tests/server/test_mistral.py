@@ -40,12 +40,12 @@ def client(engine: lp.Engine) -> Iterator[httpx.Client]:
 def test_an_answer_is_the_engines(client: httpx.Client, engine: lp.Engine) -> None:
     prompt = engine.model.tokenize_fim("Once upon", "the end")
     expected = engine.generate(prompt, lp.SamplingParams(max_tokens=8, temperature=0))
-    found = client.post(PATH, json={**BODY, "random_seed": 4, "stop": ["zzz"], "min_tokens": 2}).json()
-    (choice,) = found["choices"]
+    answer = client.post(PATH, json={**BODY, "random_seed": 4, "stop": ["zzz"], "min_tokens": 2}).json()
+    (choice,) = answer["choices"]
     assert choice["message"]["content"] == expected.text
     assert choice["finish_reason"] == "length"
-    assert (found["object"], found["model"]) == ("chat.completion", "codestral-latest")
-    assert found["usage"]["completion_tokens"] == 8
+    assert (answer["object"], answer["model"]) == ("chat.completion", "codestral-latest")
+    assert answer["usage"]["completion_tokens"] == 8
 
 
 def test_a_stream_joins_to_the_same_answer(client: httpx.Client) -> None:
@@ -62,13 +62,13 @@ def test_a_stream_joins_to_the_same_answer(client: httpx.Client) -> None:
 
 
 def test_without_a_suffix_the_text_continues(client: httpx.Client) -> None:
-    found = client.post(PATH, json={name: value for name, value in BODY.items() if name != "suffix"})
-    assert found.status_code == 200
+    response = client.post(PATH, json={name: value for name, value in BODY.items() if name != "suffix"})
+    assert response.status_code == 200
 
 
 def test_a_long_prompt_is_cut(client: httpx.Client) -> None:
-    found = client.post(PATH, json={**BODY, "prompt": "A fox ran.\n" * 10_000}).json()
-    assert found["usage"]["prompt_tokens"] < 512
+    answer = client.post(PATH, json={**BODY, "prompt": "A fox ran.\n" * 10_000}).json()
+    assert answer["usage"]["prompt_tokens"] < 512
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,12 +85,12 @@ def test_a_bad_field_is_named(
     client: httpx.Client, change: dict[str, Any], param: str | None, stream: bool
 ) -> None:
     raw = json.dumps({**BODY, "stream": stream, **change})
-    found = client.post(PATH, content=raw, headers={"content-type": "application/json"})
-    assert found.status_code == (404 if "model" in change else 400)
-    assert found.json()["error"]["param"] == param
+    response = client.post(PATH, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == (404 if "model" in change else 400)
+    assert response.json()["error"]["param"] == param
 
 
 def test_a_model_that_cannot(demo: lp.Model) -> None:
     with lp.Engine(demo, n_ctx=256) as engine, serve(engine) as server:
-        found = httpx.post(f"{server.url}{PATH}", json={"prompt": "a"}, timeout=60)
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+        response = httpx.post(f"{server.url}{PATH}", json={"prompt": "a"}, timeout=60)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")

@@ -62,16 +62,16 @@ def lines(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[st
     """The lines of a stream; the last one is done, and no other."""
     answer = client.post(path, json=body)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
-    found: list[dict[str, Any]] = [json.loads(line) for line in answer.text.splitlines()]
-    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
-    return found
+    parts: list[dict[str, Any]] = [json.loads(line) for line in answer.text.splitlines()]
+    assert [line["done"] for line in parts] == [False] * (len(parts) - 1) + [True]
+    return parts
 
 
 def whole(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = client.post(path, json={**body, "stream": False})
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    result: dict[str, Any] = answer.json()
+    return result
 
 
 def refused(client: httpx.Client, path: str, body: Any, status: int = 400) -> str:
@@ -92,12 +92,12 @@ class TestAnswers:
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
     ) -> None:
         expected = engine.chat(COW, lp.SamplingParams(temperature=0, max_tokens=8))
-        found = lines(client, path, body)
-        assert "".join(map(text_of, found)) == expected.content
-        assert text_of(found[-1]) == ""
+        parts = lines(client, path, body)
+        assert "".join(map(text_of, parts)) == expected.content
+        assert text_of(parts[-1]) == ""
         once = whole(client, path, body)
         assert text_of(once) == expected.content
-        for last in (found[-1], once):
+        for last in (parts[-1], once):
             assert (last["model"], last["done_reason"], last["load_duration"]) == ("demo", "stop", 0)
             assert last["prompt_eval_count"] == expected.n_prompt_tokens
             assert last["eval_count"] == expected.n_completion_tokens
@@ -122,10 +122,10 @@ class TestAnswers:
 
     def test_raw_text_is_continued(self, client: httpx.Client, engine: lp.Engine) -> None:
         expected = engine.generate("Once upon", lp.SamplingParams(temperature=0, max_tokens=8))
-        found = whole(client, "/api/generate", {**TEXT, "prompt": "Once upon", "raw": True})
-        assert text_of(found) == expected.text
-        assert (found["prompt_eval_count"], found["done_reason"]) == (expected.n_prompt_tokens, "length")
-        assert "context" not in found
+        answer = whole(client, "/api/generate", {**TEXT, "prompt": "Once upon", "raw": True})
+        assert text_of(answer) == expected.text
+        assert (answer["prompt_eval_count"], answer["done_reason"]) == (expected.n_prompt_tokens, "length")
+        assert "context" not in answer
 
     def test_a_text_is_filled_in(self, client: httpx.Client) -> None:
         body = {**TEXT, "prompt": "Once", "suffix": "time."}
@@ -157,8 +157,8 @@ class TestAnswers:
 
     def test_context_loses_its_oldest_tokens(self, client: httpx.Client) -> None:
         context = [5] * 250
-        found = whole(client, "/api/generate", {**TEXT, "context": context})
-        assert found["prompt_eval_count"] == 128
+        answer = whole(client, "/api/generate", {**TEXT, "context": context})
+        assert answer["prompt_eval_count"] == 128
         assert "n_ctx is 256" in refused(
             client, "/api/generate", {**TEXT, "context": context, "truncate": False}
         )
@@ -183,19 +183,19 @@ class TestAnswers:
     ) -> None:
         for keep_alive, reason in ((None, "load"), ("5m", "load"), (0, "unload"), ("0", "unload")):
             answer = client.post(path, json={"model": "demo", "keep_alive": keep_alive})
-            found = answer.json()
-            assert (answer.status_code, found["done"], found["done_reason"]) == (200, True, reason)
-            assert text_of(found) == ""
+            reply = answer.json()
+            assert (answer.status_code, reply["done"], reply["done_reason"]) == (200, True, reason)
+            assert text_of(reply) == ""
 
     @on_both
     @pytest.mark.parametrize("n", [None, 2])
-    def test_log_probabilities(
+    def test_log_probabilities_are_the_engines(
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any], n: int | None
     ) -> None:
         expected = engine.chat(COW, lp.SamplingParams(temperature=0, max_tokens=8, logprobs=n or 0))
         asked = {**body, "logprobs": True, "top_logprobs": n}
-        for found in (lines(client, path, asked), [whole(client, path, asked)]):
-            entries = [entry for line in found for entry in line.get("logprobs", ())]
+        for replies in (lines(client, path, asked), [whole(client, path, asked)]):
+            entries = [entry for line in replies for entry in line.get("logprobs", ())]
             assert [entry["logprob"] for entry in entries] == pytest.approx(
                 [entry.logprob for entry in expected.choices[0].logprobs or ()], abs=1e-4
             )
@@ -224,11 +224,11 @@ class TestAnswers:
 
 class TestOptions:
     @on_both
-    def test_ollamas_defaults(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        given = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "num_predict": 8}
+    def test_ollamas_defaults_hold(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "num_predict": 8}
         texts = {
             text_of(whole(client, path, {**body, "options": {"seed": 5, **options}}))
-            for options in (given, {"num_predict": 8})
+            for options in (defaults, {"num_predict": 8})
         }
         assert len(texts) == 1
 
@@ -255,7 +255,7 @@ class TestOptions:
 
     @on_both
     @pytest.mark.parametrize(
-        ("given", "same"),
+        ("sent", "same"),
         [
             ({"num_predict": 4.0}, {"num_predict": 4}),
             ({"num_predict": 4.7}, {"num_predict": 4}),
@@ -272,10 +272,10 @@ class TestOptions:
         ids=str,
     )
     def test_numbers_and_texts_are_taken_as_ollama_takes_them(
-        self, client: httpx.Client, path: str, body: dict[str, Any], given: Any, same: Any
+        self, client: httpx.Client, path: str, body: dict[str, Any], sent: Any, same: Any
     ) -> None:
         asked = {"seed": 5, "num_predict": 8}
-        assert text_of(whole(client, path, {**body, "options": {**asked, **given}})) == text_of(
+        assert text_of(whole(client, path, {**body, "options": {**asked, **sent}})) == text_of(
             whole(client, path, {**body, "options": {**asked, **same}})
         )
 
@@ -284,8 +284,8 @@ class TestOptions:
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:
         others = {"temperature": 0, "top_p": 0.5, "max_output_tokens": 5, "tool_choice": "auto", "user": None}
-        given = {**body, **others, "options": {**GREEDY, "num_predict": 3, "unknown_x": 1}}
-        answer = client.post(path, json=given)
+        request = {**body, **others, "options": {**GREEDY, "num_predict": 3, "unknown_x": 1}}
+        answer = client.post(path, json=request)
         assert answer.status_code == 200
         named = {"temperature", "top_p", "max_output_tokens", "tool_choice", "options.unknown_x"}
         assert set(answer.headers["x-llamapipe-unused"].split(", ")) == named
@@ -333,7 +333,7 @@ class TestOptions:
         ],
         ids=str,
     )  # fmt: skip
-    def test_wrong_values(
+    def test_wrong_values_are_refused(
         self, client: httpx.Client, path: str, body: dict[str, Any], change: dict[str, Any], message: str
     ) -> None:
         assert message in refused(client, path, {**body, **change})
@@ -359,7 +359,9 @@ class TestOptions:
         ],
         ids=str,
     )
-    def test_wrong_chats(self, client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    def test_wrong_chats_are_refused(
+        self, client: httpx.Client, change: dict[str, Any], message: str
+    ) -> None:
         assert message in refused(client, "/api/chat", {**CHAT, **change})
 
     @pytest.mark.parametrize(
@@ -381,7 +383,9 @@ class TestOptions:
         ],
         ids=str,
     )
-    def test_wrong_prompts(self, client: httpx.Client, change: dict[str, Any], message: str) -> None:
+    def test_wrong_prompts_are_refused(
+        self, client: httpx.Client, change: dict[str, Any], message: str
+    ) -> None:
         assert message in refused(client, "/api/generate", {**TEXT, **change})
 
 
@@ -408,36 +412,36 @@ class TestNames:
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "demo", "input": "x"})
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "bert", "input": "x"}, status=404)
 
-    def test_lists(self, client: httpx.Client, engine: lp.Engine, embedder: lp.Embedder) -> None:
-        found = client.get("/api/tags").json()["models"]
-        assert [one["name"] for one in found] == ["demo:latest", "tagged:1b", "bert:latest"]
-        assert [one["capabilities"] for one in found] == [["completion", "insert"]] * 2 + [["embedding"]]
-        assert found[0]["details"]["family"] == "llama"
-        assert found[0]["details"]["quantization_level"] == "Q8_0"
-        assert found[0]["details"]["parameter_size"] == "2.23M"
-        assert found[0]["digest"] == found[1]["digest"] != found[2]["digest"]
-        assert all(len(one["digest"]) == 64 and one["size"] > 0 for one in found)
+    def test_models_are_listed(self, client: httpx.Client, engine: lp.Engine, embedder: lp.Embedder) -> None:
+        models = client.get("/api/tags").json()["models"]
+        assert [model["name"] for model in models] == ["demo:latest", "tagged:1b", "bert:latest"]
+        assert [model["capabilities"] for model in models] == [["completion", "insert"]] * 2 + [["embedding"]]
+        assert models[0]["details"]["family"] == "llama"
+        assert models[0]["details"]["quantization_level"] == "Q8_0"
+        assert models[0]["details"]["parameter_size"] == "2.23M"
+        assert models[0]["digest"] == models[1]["digest"] != models[2]["digest"]
+        assert all(len(model["digest"]) == 64 and model["size"] > 0 for model in models)
         loaded = client.get("/api/ps").json()["models"]
-        assert [one["name"] for one in loaded] == [one["name"] for one in found]
-        assert [one["context_length"] for one in loaded] == [engine.n_ctx] * 2 + [embedder.n_ctx]
+        assert [model["name"] for model in loaded] == [model["name"] for model in models]
+        assert [model["context_length"] for model in loaded] == [engine.n_ctx] * 2 + [embedder.n_ctx]
         assert loaded[0]["size_vram"] == 0
 
     @pytest.mark.parametrize("field", ["model", "name"])
-    def test_a_model(self, client: httpx.Client, field: str) -> None:
-        found = client.post("/api/show", json={field: "demo:latest"}).json()
-        assert found["capabilities"] == ["completion", "insert"]
-        info = found["model_info"]
+    def test_a_model_is_shown_with_its_sizes(self, client: httpx.Client, field: str) -> None:
+        shown = client.post("/api/show", json={field: "demo:latest"}).json()
+        assert shown["capabilities"] == ["completion", "insert"]
+        info = shown["model_info"]
         assert info["general.architecture"] == "llama"
         assert (info["llama.context_length"], info["general.file_type"]) == (256, 7)  # trained with 1024
         served = [
             client.get("/api/tags").json()["models"][0]["details"],
             client.get("/api/ps").json()["models"][0],
         ]
-        assert [one["context_length"] for one in (found["details"], *served)] == [256] * 3
+        assert [entry["context_length"] for entry in (shown["details"], *served)] == [256] * 3
         assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == 256
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 256
         assert info["general.parameter_count"] > 2_000_000
-        assert "<|assistant|>" in found["template"]
+        assert "<|assistant|>" in shown["template"]
         assert client.post("/api/show", json={field: "bert"}).json()["capabilities"] == ["embedding"]
         assert "model is missing" in refused(client, "/api/show", {})
 
@@ -446,8 +450,8 @@ class TestNames:
         with lp.Engine(path, n_ctx=64, n_seq_max=1) as engine, served(engine, model_names=()) as client:
             assert client.get("/api/tags").json()["models"][0]["capabilities"] == ["completion"]
             body = {"model": "tiny", "prompt": "abc", "options": {"num_predict": 3, "temperature": 0}}
-            found = whole(client, "/api/generate", body)
-            assert (found["eval_count"], found["done_reason"]) == (3, "length")
+            answer = whole(client, "/api/generate", body)
+            assert (answer["eval_count"], answer["done_reason"]) == (3, "length")
             assert "no chat template" in refused(client, "/api/generate", {**body, "system": "x"})
             assert "chat template" in refused(client, "/api/chat", {**CHAT, "model": "tiny"})
 
@@ -460,8 +464,8 @@ class TestThinkingAndTools:
     @contextmanager
     def model_that_says(self, path: Path, name: str, text: str) -> Iterator[httpx.Client]:
         family = FAMILIES[name]
-        made = scripted_model(path / "demo.gguf", text, family.specials, template(family.template).text)
-        with lp.Engine(made, n_ctx=8192, n_seq_max=2) as engine, served(engine) as client:
+        model_path = scripted_model(path / "demo.gguf", text, family.specials, template(family.template).text)
+        with lp.Engine(model_path, n_ctx=8192, n_seq_max=2) as engine, served(engine) as client:
             yield client
 
     def test_calls_come_whole_with_objects(self, tmp_path: Path) -> None:
@@ -493,9 +497,9 @@ class TestThinkingAndTools:
             assert "thinking" in client.post("/api/show", json={"model": "demo"}).json()["capabilities"]
             options = {"options": {"temperature": 0}}
             for think in (None, True, "high"):
-                found = lines(client, "/api/chat", {**CHAT, **options, "think": think})
-                thinking = "".join(line["message"].get("thinking", "") for line in found)
-                assert (thinking.strip(), "".join(map(text_of, found)).strip()) == ("A cow.", "It says moo.")
+                parts = lines(client, "/api/chat", {**CHAT, **options, "think": think})
+                thinking = "".join(line["message"].get("thinking", "") for line in parts)
+                assert (thinking.strip(), "".join(map(text_of, parts)).strip()) == ("A cow.", "It says moo.")
                 once = whole(client, "/api/generate", {**TEXT, **options, "think": think})
                 assert (once["thinking"].strip(), once["response"].strip()) == ("A cow.", "It says moo.")
             without = whole(client, "/api/chat", {**CHAT, **options, "think": False})
@@ -506,7 +510,7 @@ class TestThinkingAndTools:
     def test_messages_for_templates(self) -> None:
         call = {"function": {"index": 0, "name": "f", "arguments": {}}}
         other = {"function": {"name": "g", "arguments": {}}, "id": "own"}
-        made = engine_messages(
+        messages = engine_messages(
             [
                 {"role": "assistant", "content": None, "thinking": "Hm.", "tool_calls": [call, other, call]},
                 {"role": "tool", "tool_name": "g", "content": "1"},
@@ -514,22 +518,22 @@ class TestThinkingAndTools:
                 {"role": "tool", "content": "3", "images": []},
             ]
         )
-        assert made[0]["content"] == "" and made[0]["reasoning_content"] == "Hm."
-        assert [one["id"] for one in made[0]["tool_calls"]] == ["call_0_0", "own", "call_0_2"]
-        assert made[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
-        assert [one["tool_call_id"] for one in made[1:]] == ["own", "call_0_0", "call_0_2"]
-        assert [one.get("name") for one in made[1:]] == ["g", "f", None]
-        assert not any({"tool_name", "images", "thinking"} & one.keys() for one in made)
+        assert messages[0]["content"] == "" and messages[0]["reasoning_content"] == "Hm."
+        assert [call["id"] for call in messages[0]["tool_calls"]] == ["call_0_0", "own", "call_0_2"]
+        assert messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+        assert [message["tool_call_id"] for message in messages[1:]] == ["own", "call_0_0", "call_0_2"]
+        assert [message.get("name") for message in messages[1:]] == ["g", "f", None]
+        assert not any({"tool_name", "images", "thinking"} & message.keys() for message in messages)
 
 
 class TestEmbeddings:
     def test_one_and_several(self, client: httpx.Client, embedder: lp.Embedder) -> None:
         expected = embedder.embed(["a", "b c"])
-        found = client.post("/api/embed", json={"model": "bert", "input": ["a", "b c"]}).json()
-        assert np.allclose(found["embeddings"], expected, atol=1e-5)
-        assert found["prompt_eval_count"] == sum(map(len, embedder.tokens(["a", "b c"])))
-        one = client.post("/api/embed", json={"model": "bert:latest", "input": "a"}).json()
-        assert np.allclose(one["embeddings"], expected[:1], atol=1e-5)
+        several = client.post("/api/embed", json={"model": "bert", "input": ["a", "b c"]}).json()
+        assert np.allclose(several["embeddings"], expected, atol=1e-5)
+        assert several["prompt_eval_count"] == sum(map(len, embedder.tokens(["a", "b c"])))
+        single = client.post("/api/embed", json={"model": "bert:latest", "input": "a"}).json()
+        assert np.allclose(single["embeddings"], expected[:1], atol=1e-5)
         old = client.post("/api/embeddings", json={"model": "bert", "prompt": "a"}).json()
         assert old == {"embedding": pytest.approx(embedder.embed("a", normalize=False).tolist(), abs=1e-5)}
 
@@ -552,7 +556,7 @@ class TestEmbeddings:
         "change",
         [{"input": 3}, {"input": [3]}, {"input": None}, {"dimensions": -1}, {"dimensions": 10**6}, {"prompt": "a"}],
     )  # fmt: skip
-    def test_wrong_values(self, client: httpx.Client, change: dict[str, Any]) -> None:
+    def test_wrong_values_are_refused(self, client: httpx.Client, change: dict[str, Any]) -> None:
         assert refused(client, "/api/embed", {"model": "bert", "input": "a", **change})
 
 
@@ -573,7 +577,7 @@ class TestServer:
             assert "start the server with --ollama" in refused(client, "/api/chat", CHAT, status=404)
             assert client.get("/").text.startswith("<!doctype html>")
 
-    def test_keys(self, engine: lp.Engine) -> None:
+    def test_keys_are_asked_for(self, engine: lp.Engine) -> None:
         with served(engine, api_keys=("k",)) as client:
             assert client.get("/").text == "Ollama is running"
             for path, body in BOTH:
@@ -629,12 +633,12 @@ class TestServer:
             client.stream("POST", path, json=body) as answer,
         ):
             gate.wait()
-            found = answer.iter_lines()
+            received = answer.iter_lines()
             for _ in range(2):
-                part = json.loads(next(found))
+                part = json.loads(next(received))
                 assert text_of(part) == "" and not part["done"]
             gate.open()
-            assert json.loads(list(found)[-1])["done"]
+            assert json.loads(list(received)[-1])["done"]
 
     def test_an_error_in_a_stream_is_a_line(self, engine: lp.Engine) -> None:
         with (
@@ -642,9 +646,9 @@ class TestServer:
             served(engine, ping_s=0.01, timeout_s=0.2) as client,
             client.stream("POST", "/api/chat", json=CHAT) as answer,
         ):
-            found = [json.loads(line) for line in answer.iter_lines()]
+            parts = [json.loads(line) for line in answer.iter_lines()]
         assert answer.status_code == 200
-        assert list(found[-1]) == ["error"]
+        assert list(parts[-1]) == ["error"]
 
     def test_the_document_has_the_routes(self, client: httpx.Client) -> None:
         paths = client.get("/openapi.json").json()["paths"]
@@ -664,8 +668,8 @@ def test_thousands_of_results_find_their_calls() -> None:
         *results,
         {"role": "tool", "content": ""},
     ]
-    made = engine_messages(messages)
-    assert not any("tool_call_id" in one for one in made[1 : n + 1])
-    ids = [one["tool_call_id"] for one in made[n + 1 : -1]]
+    converted = engine_messages(messages)
+    assert not any("tool_call_id" in message for message in converted[1 : n + 1])
+    ids = [message["tool_call_id"] for message in converted[n + 1 : -1]]
     assert ids[:100] == [f"call_0_{99 - i}" for i in range(100)] and len(set(ids)) == n
-    assert "tool_call_id" not in made[-1]
+    assert "tool_call_id" not in converted[-1]

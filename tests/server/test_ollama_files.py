@@ -27,9 +27,9 @@ HELLO = [{"role": "user", "content": "Hi"}]
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
     folder = tmp_path_factory.mktemp("hub")
-    one = tiny_model(folder / "one.gguf").read_bytes()
+    f16 = tiny_model(folder / "one.gguf").read_bytes()
     other = tiny_model(folder / "other.gguf", type_name="q8_0").read_bytes()
-    with small_hub({"some/model": {"m-F16.gguf": one, "m-Q8_0.gguf": other}}) as hub:
+    with small_hub({"some/model": {"m-F16.gguf": f16, "m-Q8_0.gguf": other}}) as hub:
         yield hub
 
 
@@ -86,10 +86,10 @@ def refused(answer: httpx.Response, status: int = 403) -> str:
 
 @pytest.mark.parametrize("name", [f"{REPO}:Q8_0", "hf:some/model:q8_0", f"https://{REPO}:Q8_0"])
 def test_a_pull_with_its_progress(client: httpx.Client, hub: SmallHub, home: Path, name: str) -> None:
-    found = pull(client, name)
+    progress = pull(client, name)
     size = len(hub.files["some/model"]["m-Q8_0.gguf"])
-    assert found[0] == {"status": "pulling manifest"} and found[-1] == {"status": "success"}
-    counts = [(line["total"], line["completed"]) for line in found if "total" in line]
+    assert progress[0] == {"status": "pulling manifest"} and progress[-1] == {"status": "success"}
+    counts = [(line["total"], line["completed"]) for line in progress if "total" in line]
     assert counts[-1] == (size, size) and counts == sorted(counts)
     assert files(home) == {"m-Q8_0.gguf"}
     assert pull(client, name)[-1] == {"status": "success"}  # from the cache
@@ -138,7 +138,7 @@ def test_a_served_model_is_there(client: httpx.Client, hub: SmallHub) -> None:
     assert not hub.requests
 
 
-def test_delete(client: httpx.Client, home: Path) -> None:
+def test_a_deleted_file_is_gone_and_no_other(client: httpx.Client, home: Path) -> None:
     for name in (f"{REPO}:F16", f"{REPO}:Q8_0"):
         pull(client, name)
     assert files(home) == {"m-F16.gguf", "m-Q8_0.gguf"}
@@ -155,7 +155,7 @@ def test_delete(client: httpx.Client, home: Path) -> None:
     refused(client.request("DELETE", "/api/delete", json={}), 400)
 
 
-def test_copies(client: httpx.Client) -> None:
+def test_a_copy_is_another_name(client: httpx.Client) -> None:
     body = {"source": "demo", "destination": "user/demo"}
     for _ in range(2):
         assert client.post("/api/copy", json=body).status_code == 200

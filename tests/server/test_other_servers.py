@@ -106,7 +106,7 @@ class TestPaths:
             answer = httpx.request(method, server.url + path)
         assert answer.status_code == 405
         methods = answer.headers["allow"].split(", ")
-        assert [one for one in methods if one != "HEAD"] == allowed.split(" or ")
+        assert [method for method in methods if method != "HEAD"] == allowed.split(" or ")
         assert ("HEAD" in methods) == ("GET" in methods)
         error = answer.json()["error"]
         message = error if path.startswith("/api/") else error["message"]
@@ -125,7 +125,7 @@ class TestPaths:
     )
     def test_a_slash_at_the_end(self, client: httpx.Client, path: str, body: dict[str, Any] | None) -> None:
         method = "GET" if body is None else "POST"
-        answers = [client.request(method, one, json=body) for one in (path, f"{path}/", f"{path}//")]
+        answers = [client.request(method, route, json=body) for route in (path, f"{path}/", f"{path}//")]
         assert [answer.status_code for answer in answers] == [200] * 3
         first, *others = (answer.json() for answer in answers)
         for name in ("choices", "data", "status"):
@@ -161,13 +161,13 @@ class TestPaths:
         self, client: httpx.Client, alias: str, path: str, body: dict[str, Any] | None
     ) -> None:
         method = "GET" if body is None else "POST"
-        answers = [client.request(method, one, json=body) for one in (alias, path)]
+        answers = [client.request(method, route, json=body) for route in (alias, path)]
         assert answers[0].status_code == answers[1].status_code
-        first, second = (one.json() for one in answers)
+        first, second = (answer.json() for answer in answers)
         for name in ("choices", "data", "status", "error"):
             assert first.get(name) == second.get(name)
         documented = client.get("/openapi.json").json()["paths"]
-        first, second = (documented[one][method.lower()] for one in (alias, path))
+        first, second = (documented[route][method.lower()] for route in (alias, path))
         for name in ("responses", "requestBody", "security"):
             assert first.get(name) == second.get(name)
 
@@ -202,8 +202,8 @@ class TestFields:
 
     @on_both
     def test_no_limit_of_tokens(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
-        given = {**body, "ignore_eos": True, "max_tokens": -1}
-        answer = client.post(path, json=given).json()
+        limited = {**body, "ignore_eos": True, "max_tokens": -1}
+        answer = client.post(path, json=limited).json()
         assert answer["usage"]["total_tokens"] == 256  # until the context ends
         assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -244,8 +244,8 @@ class TestFields:
         assert error.get("param", field) == field
 
     def test_of_two_limits_the_smaller_holds(self, client: httpx.Client) -> None:
-        for given, n in (((-1, 3), 3), ((2, -1), 2), ((3, 2), 2), ((0, -1), 0)):
-            limits = {"max_tokens": given[0], "max_completion_tokens": given[1], "ignore_eos": True}
+        for pair, n in (((-1, 3), 3), ((2, -1), 2), ((3, 2), 2), ((0, -1), 0)):
+            limits = {"max_tokens": pair[0], "max_completion_tokens": pair[1], "ignore_eos": True}
             answer = client.post(ROUTES[0][0], json={**CHAT, **limits}).json()
             assert answer["usage"]["completion_tokens"] == n
         error = refused(client, ROUTES[0][0], {**CHAT, "max_completion_tokens": -5})
@@ -283,8 +283,8 @@ class TestFields:
         body = {**asked, "top_p": 0, "temperature": 5, "seed": 4, "ignore_eos": True, "max_tokens": 12}
 
         def text(**more: int) -> object:
-            made = client.post(path, json={**body, **more}).json()
-            first = made.get("choices", [made])[0]
+            answer = client.post(path, json={**body, **more}).json()
+            first = answer.get("choices", [answer])[0]
             return first.get("message") or first.get("text") or first["content"]
 
         assert text() == text(min_keep=1) != text(min_keep=30) == text(min_keep=30)
@@ -293,10 +293,12 @@ class TestFields:
     def test_answers_say_what_computed_them(
         self, client: httpx.Client, path: str, body: dict[str, Any]
     ) -> None:
-        made = client.post(path, json=body).json()["system_fingerprint"]
-        assert made.endswith(f"-llamapipe-{lp.__version__}")
-        assert {event["system_fingerprint"] for event in self._events(client, path, body, False)} == {made}
-        assert client.get("/props").json()["build_info"] == made
+        fingerprint = client.post(path, json=body).json()["system_fingerprint"]
+        assert fingerprint.endswith(f"-llamapipe-{lp.__version__}")
+        assert {event["system_fingerprint"] for event in self._events(client, path, body, False)} == {
+            fingerprint
+        }
+        assert client.get("/props").json()["build_info"] == fingerprint
 
     @on_both
     def test_what_llama_servers_clients_send_beside_it(
@@ -353,8 +355,8 @@ class TestFields:
         body = self._longer(body)
         client.post(path, json=body)
         text = client.post(path, json={**body, "stream": True, "return_progress": True}).text
-        found = [json.loads(line[6:]) for line in text.splitlines() if "prompt_progress" in line]
-        told = [event["prompt_progress"] for event in found]
+        parts = [json.loads(line[6:]) for line in text.splitlines() if "prompt_progress" in line]
+        told = [event["prompt_progress"] for event in parts]
         assert told[0]["processed"] == told[0]["cache"] > 0
         assert told[-1]["processed"] == told[-1]["total"] > told[0]["cache"]
 
@@ -377,7 +379,7 @@ class TestFields:
         with http_client(engine, keep_requests=3, api_keys=("secret",)) as client:
             key = {"authorization": "Bearer secret"}
 
-            def found() -> list[dict[str, Any]]:
+            def last_requests() -> list[dict[str, Any]]:
                 return list(client.get("/requests", headers=key).json()["data"])
 
             for i in range(3):
@@ -385,9 +387,13 @@ class TestFields:
             client.post(path, json={**body, "temperature": -1}, headers={**key, "x-request-id": "bad"})
             client.post(path, json=body)  # without a key: nobody fills the list so
             assert client.get("/requests").status_code == 401
-            wait_until(lambda: found() and found()[0]["id"] == "bad")
-            told = found()
-            assert [(one["id"], one["status"]) for one in told] == [("bad", 400), ("r2", 200), ("r1", 200)]
+            wait_until(lambda: last_requests() and last_requests()[0]["id"] == "bad")
+            told = last_requests()
+            assert [(request["id"], request["status"]) for request in told] == [
+                ("bad", 400),
+                ("r2", 200),
+                ("r1", 200),
+            ]
             last = told[1]
             assert last["n_completion_tokens"] == 4 and last["model"] == "demo" and last["path"] == path
             assert list(last["phases_ms"]) == ["load", "prepare", "queue", "prompt", "generate"]
@@ -427,10 +433,10 @@ class TestFields:
         params = {"max_tokens": 4, "temperature": 0}
 
         def answer(prompt: Any) -> list[str]:
-            found = client.post(path, json={**params, "prompt": prompt}).json()
+            result = client.post(path, json={**params, "prompt": prompt}).json()
             if path == "/completion":
-                return [one["content"] for one in (found if isinstance(found, list) else [found])]
-            return [choice["text"] for choice in found["choices"]]
+                return [entry["content"] for entry in (result if isinstance(result, list) else [result])]
+            return [choice["text"] for choice in result["choices"]]
 
         (expected,) = answer(ids)
         assert answer(mixed) == [expected]
@@ -458,7 +464,7 @@ class TestFields:
             )
 
     @on_both
-    def test_adaptive_sampling(
+    def test_adaptive_sampling_is_the_engines(
         self, client: httpx.Client, engine: lp.Engine, path: str, body: dict[str, Any]
     ) -> None:
         options: dict[str, Any] = {
@@ -511,8 +517,8 @@ class TestMessages:
             body = {"messages": talk, "temperature": 0, "max_tokens": 4}
             assert client.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 4
             body = {"messages": talk, "temperature": 0, "truncation": "auto"}
-            found = client.post("/v1/chat/completions", json=body).json()
-            assert found["usage"]["prompt_tokens"] <= 352
+            answer = client.post("/v1/chat/completions", json=body).json()
+            assert answer["usage"]["prompt_tokens"] <= 352
             kept = {"model": "demo", "messages": talk, "truncate": False}
             assert "leave truncate out" in client.post("/api/chat", json=kept).json()["error"]
 

@@ -34,11 +34,11 @@ SHOTS = os.environ.get("LLAMAPIPE_SCREENSHOTS")  # a folder to write pictures of
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
         pytest.skip("no Chromium here; on Debian ci/setup_chromium_debian.sh installs it")
     with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = tool.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -316,7 +316,7 @@ def test_the_conversation_and_the_settings_survive_a_reload(page: Page) -> None:
     with page.expect_request("**/v1/chat/completions") as sent:
         say(page, "And then?")
     assert [
-        one["role"] for one in sent.value.post_data_json["messages"]
+        message["role"] for message in sent.value.post_data_json["messages"]
     ] == "system user assistant user".split()
     page.click("#reset")
     page.reload()
@@ -403,7 +403,7 @@ def test_a_failed_answer_is_shown_in_place_and_asked_for_again(browser: Browser,
     answer_with(page, {"content": "yes"})
     with page.expect_request("**/v1/chat/completions") as sent:
         failed.locator("button.again").click()
-    assert [one["content"] for one in sent.value.post_data_json["messages"]][::2] == ["one", "two"]
+    assert [message["content"] for message in sent.value.post_data_json["messages"]][::2] == ["one", "two"]
     page.locator(".message.assistant").nth(1).locator(".markdown", has_text="yes").wait_for()
     assert page.locator(".message").count() == 4
     page.close()
@@ -585,7 +585,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_that_a_model_writes_is_parsed_as_html(page: Page, text: str) -> None:
-    answer_with(page, *({"content": one} for one in text))
+    answer_with(page, *({"content": delta} for delta in text))
     say(page, text)
     shown = page.locator(".message.assistant .markdown")
     wrong = shown.evaluate(

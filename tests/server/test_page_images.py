@@ -39,11 +39,11 @@ SEND = """([selector, kind, name, data, type]) => {
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
         pytest.skip("no Chromium here; on Debian ci/setup_chromium_debian.sh installs it")
     with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = tool.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -80,11 +80,11 @@ def give(page: Page, kind: str, data: bytes = PNG, name: str = "a.png", type_: s
 
 def sent(page: Page, press: str = "Enter") -> list[Any]:
     """Sends the message; what the request held, once its answer has ended."""
-    with page.expect_request("**/v1/chat/completions") as found:
+    with page.expect_request("**/v1/chat/completions") as request:
         page.locator("#message").press(press)
     page.locator(".message.assistant .facts", has_text="token").last.wait_for()
     page.locator("#stop").wait_for(state="hidden")
-    body = json.loads(found.value.post_data or "")
+    body = json.loads(request.value.post_data or "")
     messages: list[Any] = body["messages"]
     return messages
 

@@ -79,7 +79,7 @@ def test_efforts_are_budgets_where_the_template_has_no_levels(url: str) -> None:
     assert lengths["none"] == 0 < lengths["minimal"] < lengths["low"] < lengths["medium"] == len(THOUGHT)
 
 
-def test_anthropics_budget(url: str) -> None:
+def test_anthropics_budget_limits_thinking(url: str) -> None:
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         answer = client.messages.create(
             model="m", messages=HELLO, max_tokens=4000, thinking={"type": "enabled", "budget_tokens": 30}
@@ -94,19 +94,19 @@ def test_anthropics_budget(url: str) -> None:
             )
 
 
-def test_ollamas_levels(url: str) -> None:
+def test_ollamas_levels_limit_thinking(url: str) -> None:
     body = {
         "model": "m",
         "messages": HELLO,
         "stream": False,
         "options": {"temperature": 0, "num_predict": -1},
     }
-    found = {}
+    lengths = {}
     for think in ("low", True):
         answer = httpx.post(f"{url}/api/chat", json=body | {"think": think}, timeout=60).json()
         assert answer["message"]["content"].strip() == ANSWER
-        found[think] = len(answer["message"]["thinking"])
-    assert 0 < found["low"] < found[True]
+        lengths[think] = len(answer["message"]["thinking"])
+    assert 0 < lengths["low"] < lengths[True]
 
 
 def test_what_the_operator_has_set_holds_where_a_request_says_nothing(thinker: lp.Engine) -> None:
@@ -172,6 +172,6 @@ def test_arguments_of_the_template(thinker: lp.Engine) -> None:
         ("template_args", '{"tools": []}', "template_args may not hold 'tools'"),
     ],
 )
-def test_bad_settings(option: str, value: Any, message: str) -> None:
+def test_wrong_settings_are_refused(option: str, value: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message.replace("[", r"\[")):
         ServerSettings(**{option: value})

@@ -35,8 +35,8 @@ class TextsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @pytest.fixture(scope="module")
 def application(demo: lp.Model) -> Iterator[Starlette]:
-    found = re.search(r"```\n( *async def count\(.*?)\n *```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
+    match = re.search(r"```\n( *async def count\(.*?)\n *```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None
     names: dict[str, Any] = {
         "TextsRequest": TextsRequest,
         "Exchange": Exchange,
@@ -46,7 +46,7 @@ def application(demo: lp.Model) -> Iterator[Starlette]:
         "refuse_long": refuse_long,
         "size_of": size_of,
     }
-    exec(dedent(found[1]), names)
+    exec(dedent(match[1]), names)
     with lp.Engine(demo, n_ctx=256) as engine:
         state = ServerState(engine, ServerSettings(model_names=("demo",)))
         yield application_of(state, [post("/v1/count", names["count"], TextsRequest, "Count tokens.")])

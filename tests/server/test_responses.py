@@ -88,7 +88,7 @@ def test_a_schema_holds(client: openai.OpenAI) -> None:
     assert json.loads(client.responses.create(**OPTIONS, text=text).output_text)["n"] in (1, 2)
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
+def test_log_probabilities_come_if_they_are_included(client: openai.OpenAI) -> None:
     include: Any = ["message.output_text.logprobs"]
     response: Any = client.responses.create(**OPTIONS, include=include, top_logprobs=2)
     entries = response.output[0].content[0].logprobs
@@ -99,13 +99,13 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 def test_an_input_is_a_conversation(client: openai.OpenAI, engine: lp.Engine) -> None:
     """Items of all kinds, as a client sends them back."""
     first = client.responses.create(**OPTIONS)
-    given: Any = [
+    items: Any = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
         *[item.model_dump(exclude_none=True) for item in first.output],
         {"type": "message", "role": "user", "content": "And now?"},
     ]
-    response = client.responses.create(**{**OPTIONS, "input": given})
+    response = client.responses.create(**{**OPTIONS, "input": items})
     conversation = [
         {"role": "system", "content": "Be brief."},
         *HELLO,

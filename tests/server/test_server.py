@@ -115,14 +115,14 @@ class TestCompletions:
         texts = [""] * n
         tokens: list[list[str]] = [[] for _ in range(n)]
         offsets: list[list[int]] = [[] for _ in range(n)]
-        choices = [one for event in events(client, "/v1/completions", body) for one in event["choices"]]
+        choices = [choice for event in events(client, "/v1/completions", body) for choice in event["choices"]]
         if not stream:
             choices = client.post("/v1/completions", json=body).json()["choices"]
         for choice in choices:
-            i, found = choice["index"], choice["logprobs"] or {"tokens": [], "text_offset": []}
+            i, logprobs = choice["index"], choice["logprobs"] or {"tokens": [], "text_offset": []}
             texts[i] += choice["text"]
-            tokens[i] += found["tokens"]
-            offsets[i] += found["text_offset"]
+            tokens[i] += logprobs["tokens"]
+            offsets[i] += logprobs["text_offset"]
         for i, text in enumerate(texts):
             prompt = prompts[i // more.get("n", 1)]
             assert text.startswith(prompt) and tokens[i]
@@ -282,7 +282,7 @@ class TestChat:
 
 
 class TestOtherRoutes:
-    def test_models(self, client: httpx.Client) -> None:
+    def test_models_are_listed_and_cannot_be_deleted(self, client: httpx.Client) -> None:
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["story", "other"]
         assert client.get("/v1/models/other").json()["id"] == "other"
         assert client.get("/v1/models/gpt").status_code == 404
@@ -391,8 +391,8 @@ class TestLimits:
         keys = (f"one{path}", f"two{path}")
         for served, asks in ((keys, (*keys, *keys)), (keys[:1], keys[:1] * 2)):
             with http_client(engine, api_keys=served) as client:
-                found = [n_cached(client, key) for key in asks]
-            assert found[-1] > 30 if len(asks) == 2 else found[:2] == [0, 0] and min(found[2:]) > 30
+                counts = [n_cached(client, key) for key in asks]
+            assert counts[-1] > 30 if len(asks) == 2 else counts[:2] == [0, 0] and min(counts[2:]) > 30
 
     def test_a_large_body_is_refused(self, engine: lp.Engine) -> None:
         with http_client(engine, max_body_bytes=1000) as client:

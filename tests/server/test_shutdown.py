@@ -96,7 +96,7 @@ def test_who_is_cut_off_is_told(demo: lp.Model) -> None:
         assert _until_exit(record) is is_shown
 
 
-def test_sigterm(tmp_path: Path) -> None:
+def test_sigterm_drains(tmp_path: Path) -> None:
     with (
         ServerProcess(*OPTIONS, cwd=tmp_path) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client,
@@ -124,7 +124,7 @@ class TestTheLog:
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
     @pytest.mark.parametrize("stream", [True, False])
-    def test_abandoned(
+    def test_an_abandoned_request_is_logged(
         self, path: str, stream: bool, demo: lp.Model, caplog: pytest.LogCaptureFixture
     ) -> None:
         prompt = {"prompt": "Once upon"} if path == "/v1/completions" else {"messages": MESSAGES}
@@ -141,8 +141,8 @@ class TestTheLog:
                         said += client.recv(1000)
                 else:
                     wait_until(lambda: engine.stats().n_completion_tokens > 3)
-            wait_until(lambda: [one for one in caplog.records if one.name == "llamapipe.server"])
-        (line,) = [one.getMessage() for one in caplog.records if one.name == "llamapipe.server"]
+            wait_until(lambda: [record for record in caplog.records if record.name == "llamapipe.server"])
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "llamapipe.server"]
         counts = dict(word.split("=") for word in line.split() if "=" in word)
         if stream:
             assert f"POST {path} 200 " in line

@@ -221,14 +221,19 @@ class TestTransfer:
         magic, n_head, _, n_snapshot = start.unpack_from(content)
         head, snapshot = content[start.size : start.size + n_head], content[start.size + n_head :]
         bad = [b"", b"x" * 100, content[:-1], content + b"x", content[:50] + b"?" + content[51:]]
-        bad += [start.pack(magic, n_head, crc32(head), len(one)) + head + one for one in forgeries(snapshot)]
+        bad += [
+            start.pack(magic, n_head, crc32(head), len(forged)) + head + forged
+            for forged in forgeries(snapshot)
+        ]
         heads = [b"[]", b"{}", b"[" * 100_000, head.replace(b"null", b"[1, 2]", 1)]
         assert head.count(b"[]]") == 1  # no marks
         heads += [head.replace(b"[]]", f"[[{at}, {mark}]]]".encode()) for at, mark in MARKS]
         for salt in (b"[1, 2]", b"[" * 500 + b"]" * 500):  # engines look into keys by recursion
             heads += [head.replace(b"null", b"[null, " + salt + b", null]", 1)]
         heads += [head.replace(b"null", b"[]", 1)]
-        bad += [start.pack(magic, len(one), crc32(one), n_snapshot) + one + snapshot for one in heads]
+        bad += [
+            start.pack(magic, len(forged), crc32(forged), n_snapshot) + forged + snapshot for forged in heads
+        ]
         (tmp_path / "there").mkdir()
         with NewServer(tmp_path / "there", slot_transfer=True) as server:
             for i, wrong in enumerate(bad):
@@ -242,7 +247,7 @@ class TestTransfer:
             assert put(server, "good", content).status_code == 200
             assert ask(server)["timings"]["cache_n"] == 0
 
-    def test_limits(self, content: bytes, url: str, folder: Path, tmp_path: Path) -> None:
+    def test_transfers_have_limits(self, content: bytes, url: str, folder: Path, tmp_path: Path) -> None:
         assert put(url, "story", content).status_code == 403
         assert httpx.get(f"{url}/slots/files/story").status_code == 403
         with NewServer(folder, slot_transfer=True, max_body_bytes=len(content)) as small:
@@ -262,7 +267,7 @@ def put(url: str, name: str, content: bytes, key: str = "") -> httpx.Response:
     return httpx.post(f"{url}/slots/files", files={"file": (name, content)}, headers=headers, timeout=60)
 
 
-def test_bad_requests(url: str) -> None:
+def test_wrong_requests_are_refused(url: str) -> None:
     act(url, 0, "save", "x", status=400)  # nothing is there
     for path in ("0?action=no", "0", "x+y?action=erase", "-1?action=erase", f"{'9' * 30}?action=erase"):
         assert httpx.post(f"{url}/slots/{path}").status_code == 400, path

@@ -41,11 +41,11 @@ def write(store: Store, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def answer_of(name: str, text: str = "text", **more: Any) -> NewAnswer:
-    given = [{"role": "user", "content": f"{name} asks {text}"}]
+    items = [{"role": "user", "content": f"{name} asks {text}"}]
     output = [
         {"type": "message", "role": "assistant", "content": f"{name} answers {text}", "id": f"msg_{name}"}
     ]
-    return NewAnswer(f"resp_{name}", {"id": f"resp_{name}"}, given, output, **more)
+    return NewAnswer(f"resp_{name}", {"id": f"resp_{name}"}, items, output, **more)
 
 
 def add(store: Store, name: str, text: str = "text", owner: str = "", **more: Any) -> str:
@@ -237,13 +237,13 @@ def test_a_file_that_is_gone_takes_nothing(store: Store, file: Path) -> None:
 def test_what_is_too_old_is_gone(file: Path) -> None:
     with closing(Store(file, BIG, 30)) as store:
         add(store, "old")
-        made = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "a"}])["id"]
+        conversation = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "a"}])["id"]
         age(file, 29)
         assert has(store, "old")
         age(file, 2)
         assert not has(store, "old")  # also before anything is written
         with pytest.raises(MissingError):
-            store.read(store.conversation, "", made)
+            store.read(store.conversation, "", conversation)
         add(store, "new")
     with closing(Store(file, BIG, 30)), closing(sqlite3.connect(file)) as connection:
         assert connection.execute("SELECT count(*) FROM items").fetchone() == (2,)
@@ -280,15 +280,15 @@ def test_what_is_deleted_is_nowhere_in_the_file(file: Path, what: str) -> None:
     with closing(Store(file, BIG, 30)) as store:
         add(store, "before")
         item = {"type": "message", "id": "msg_1", "role": "user", "content": secret}
-        made = write(store, store.add_conversation, "", {}, [item])["id"]
+        conversation = write(store, store.add_conversation, "", {}, [item])["id"]
         if what == "answer":
-            write(store, store.delete_conversation, "", made)
+            write(store, store.delete_conversation, "", conversation)
             add(store, "secret", secret)
             write(store, store.delete_answer, "", "resp_secret")
         elif what == "conversation":
-            write(store, store.delete_conversation, "", made)
+            write(store, store.delete_conversation, "", conversation)
         else:
-            write(store, store.delete_item, "", made, "msg_1")
+            write(store, store.delete_item, "", conversation, "msg_1")
         write(store, lambda: None)  # after what follows the deletion
         for path in file.parent.iterdir():
             assert secret.encode() not in path.read_bytes(), path.name
@@ -297,20 +297,20 @@ def test_what_is_deleted_is_nowhere_in_the_file(file: Path, what: str) -> None:
 
 def test_the_file_shrinks(file: Path) -> None:
     with closing(Store(file, BIG, 30)) as store:
-        made = write(store, store.add_conversation, "", {}, [])["id"]
+        conversation = write(store, store.add_conversation, "", {}, [])["id"]
         for _ in range(10):
-            write(store, store.add_items, "", made, [{"role": "user", "content": "x" * 100_000}])
-        write(store, store.delete_conversation, "", made)
+            write(store, store.add_items, "", conversation, [{"role": "user", "content": "x" * 100_000}])
+        write(store, store.delete_conversation, "", conversation)
         write(store, lambda: None)
         assert file.stat().st_size < 100_000
 
 
 # ---- what happens meanwhile
 def test_a_deleted_conversation_gets_no_answer(store: Store) -> None:
-    made = write(store, store.add_conversation, "", {}, [])["id"]
-    write(store, store.delete_conversation, "", made)
+    conversation = write(store, store.add_conversation, "", {}, [])["id"]
+    write(store, store.delete_conversation, "", conversation)
     with pytest.raises(MissingError):
-        add(store, "late", conversation=made, is_listed=True)
+        add(store, "late", conversation=conversation, is_listed=True)
     first = add(store, "first")
     write(store, store.delete_answer, "", first)
     with pytest.raises(MissingError):
@@ -319,34 +319,34 @@ def test_a_deleted_conversation_gets_no_answer(store: Store) -> None:
 
 
 def test_an_answer_that_failed_is_not_in_the_conversation(store: Store) -> None:
-    made = write(store, store.add_conversation, "", {}, [])["id"]
-    add(store, "failed", conversation=made, after=0)
+    conversation = write(store, store.add_conversation, "", {}, [])["id"]
+    add(store, "failed", conversation=conversation, after=0)
     assert has(store, "failed")
-    assert store.read(store.items, "", made, Page()) == ([], False)
+    assert store.read(store.items, "", conversation, Page()) == ([], False)
 
 
 def test_answers_of_a_conversation_are_continued(store: Store) -> None:
     """An answer's past is what the conversation had before it, not what came later."""
-    made = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "0"}])["id"]
-    after = store.read(store.earlier, "", None, made, *ALL).after
-    one = add(store, "one", conversation=made, after=after, is_listed=True)
-    write(store, store.add_items, "", made, [{"role": "user", "content": "later"}])
-    earlier = store.read(store.earlier, "", one, None, *ALL)
+    conversation = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "0"}])["id"]
+    after = store.read(store.earlier, "", None, conversation, *ALL).after
+    answer = add(store, "one", conversation=conversation, after=after, is_listed=True)
+    write(store, store.add_items, "", conversation, [{"role": "user", "content": "later"}])
+    earlier = store.read(store.earlier, "", answer, None, *ALL)
     assert texts(earlier.items) == ["0", "one asks text", "one answers text"]
-    add(store, "two", previous=one)
+    add(store, "two", previous=answer)
     items, _ = store.read(store.input_items, "", "resp_two", Page(is_ascending=True))
     assert texts(items) == ["0", "one asks text", "one answers text", "two asks text"]
 
 
 def test_a_page_is_no_larger_than_memory_allows(store: Store) -> None:
     sizes = [10, 5000, 5000, 20_000, 10]
-    made = write(
+    conversation = write(
         store, store.add_conversation, "", {}, [{"role": "user", "content": "x" * n} for n in sizes]
     )["id"]
     pages, after = [], None
     has_more = True
     while has_more:
-        items, has_more = store.read(store.items, "", made, Page(True, after, 3, 12_000))
+        items, has_more = store.read(store.items, "", conversation, Page(True, after, 3, 12_000))
         pages.append([len(text) for text in texts(items)])
         after = items[-1]["id"]
     assert pages == [[10, 5000, 5000], [20_000], [10]]
@@ -354,12 +354,12 @@ def test_a_page_is_no_larger_than_memory_allows(store: Store) -> None:
 
 def test_an_answer_is_replaced_by_that_of_the_next_process(store: Store) -> None:
     """The first one died between its transaction and its answer: the second one neither reads nor leaves its items."""
-    made = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "0"}])["id"]
+    conversation = write(store, store.add_conversation, "", {}, [{"role": "user", "content": "0"}])["id"]
     for text in ("first", "second"):
-        earlier = store.read(store.earlier, "", None, made, 10_000, BIG, "resp_one")
+        earlier = store.read(store.earlier, "", None, conversation, 10_000, BIG, "resp_one")
         assert texts(earlier.items) == ["0"]
-        add(store, "one", text, conversation=made, after=earlier.after, is_listed=True)
-    items, _ = store.read(store.items, "", made, Page(is_ascending=True))
+        add(store, "one", text, conversation=conversation, after=earlier.after, is_listed=True)
+    items, _ = store.read(store.items, "", conversation, Page(is_ascending=True))
     assert texts(items) == ["0", "one asks second", "one answers second"]
     for text in ("first", "second"):
         add(store, "two", text)

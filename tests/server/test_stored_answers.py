@@ -59,15 +59,15 @@ def rows(file: Path, statement: str) -> list[tuple[Any, ...]]:
 
 
 def test_an_answer_is_found_again(client: openai.OpenAI) -> None:
-    made = client.responses.create(**OPTIONS, input="Hello", metadata={"who": "me"})
-    found = client.responses.retrieve(made.id)
-    assert made.store and found.to_dict() == made.to_dict()
-    assert found.metadata == {"who": "me"}
-    Response.model_validate(json.loads(found.model_dump_json()))
-    client.responses.delete(made.id)
+    answer = client.responses.create(**OPTIONS, input="Hello", metadata={"who": "me"})
+    retrieved = client.responses.retrieve(answer.id)
+    assert answer.store and retrieved.to_dict() == answer.to_dict()
+    assert retrieved.metadata == {"who": "me"}
+    Response.model_validate(json.loads(retrieved.model_dump_json()))
+    client.responses.delete(answer.id)
     for use in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
-        with pytest.raises(openai.NotFoundError, match=f"Response with id '{made.id}' not found"):
-            use(made.id)
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{answer.id}' not found"):
+            use(answer.id)
 
 
 def test_a_chain_is_the_whole_conversation(client: openai.OpenAI, engine: lp.Engine) -> None:
@@ -137,22 +137,22 @@ def test_a_stream_is_stored_when_it_ends(client: openai.OpenAI) -> None:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds[-1] in ("response.completed", "response.incomplete")
-    found = client.responses.retrieve(final.id)
-    assert found.output_text == final.output_text
-    assert found.status == final.status
+    retrieved = client.responses.retrieve(final.id)
+    assert retrieved.output_text == final.output_text
+    assert retrieved.status == final.status
 
 
 def test_a_reference_stands_for_an_item(client: openai.OpenAI, engine: lp.Engine) -> None:
     """As the AI SDK sends what it knows to be stored."""
     first = client.responses.create(**OPTIONS, input="Hello")
-    given: Any = [
+    items: Any = [
         {"role": "user", "content": "Hello"},
         {"type": "item_reference", "id": first.output[0].id},
         {"role": "user", "content": "And?"},
     ]
-    answer = client.responses.create(**OPTIONS, input=given)
+    answer = client.responses.create(**OPTIONS, input=items)
     expected = engine.chat(
-        [given[0], {"role": "assistant", "content": first.output_text}, given[2]],
+        [items[0], {"role": "assistant", "content": first.output_text}, items[2]],
         lp.SamplingParams(temperature=0, max_tokens=12),
     )
     assert answer.output_text == expected.content
@@ -162,14 +162,14 @@ def test_a_reference_stands_for_an_item(client: openai.OpenAI, engine: lp.Engine
 
 def test_items_in_pages(client: openai.OpenAI) -> None:
     texts = [f"text {i}" for i in range(7)]
-    made = client.conversations.create(items=[{"role": "user", "content": text} for text in texts])
+    conversation = client.conversations.create(items=[{"role": "user", "content": text} for text in texts])
     for order in ("asc", "desc"):
-        found: list[Any] = list(client.conversations.items.list(made.id, order=order, limit=3))
+        items: list[Any] = list(client.conversations.items.list(conversation.id, order=order, limit=3))
         expected = texts if order == "asc" else texts[::-1]
-        assert [item.content[0].text for item in found] == expected
-    page: Any = client.conversations.items.list(made.id, limit=2, order="asc")
+        assert [item.content[0].text for item in items] == expected
+    page: Any = client.conversations.items.list(conversation.id, limit=2, order="asc")
     assert (page.has_more, page.first_id, page.last_id) == (True, page.data[0].id, page.data[1].id)
-    assert client.conversations.items.list(made.id, limit=7).has_more is False
+    assert client.conversations.items.list(conversation.id, limit=7).has_more is False
 
 
 @pytest.mark.parametrize(
@@ -188,52 +188,58 @@ def test_items_in_pages(client: openai.OpenAI) -> None:
         ("page=2", "page"),
     ],
 )
-def test_wrong_pages(client: openai.OpenAI, query: str, field: str) -> None:
-    made = client.conversations.create()
+def test_wrong_pages_are_refused(client: openai.OpenAI, query: str, field: str) -> None:
+    conversation = client.conversations.create()
     with pytest.raises(openai.BadRequestError) as caught:
-        client.get(f"/conversations/{made.id}/items?{query}", cast_to=object)
+        client.get(f"/conversations/{conversation.id}/items?{query}", cast_to=object)
     assert caught.value.param == field
 
 
 def test_a_page_after_an_item_that_is_not_there(client: openai.OpenAI) -> None:
-    made = client.conversations.create()
+    conversation = client.conversations.create()
     with pytest.raises(openai.NotFoundError, match="Item with id 'x' not found"):
-        client.conversations.items.list(made.id, after="x")
+        client.conversations.items.list(conversation.id, after="x")
 
 
-def test_a_conversation(client: openai.OpenAI, engine: lp.Engine) -> None:
-    made = client.conversations.create(metadata={"a": "b"}, items=[{"role": "user", "content": "Hello"}])
-    Conversation.model_validate(json.loads(made.model_dump_json()), strict=True)
-    assert client.conversations.retrieve(made.id) == made
-    assert client.conversations.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
-    added = client.conversations.items.create(made.id, items=[{"role": "assistant", "content": "Hi."}])
+def test_a_conversation_keeps_its_items(client: openai.OpenAI, engine: lp.Engine) -> None:
+    conversation = client.conversations.create(
+        metadata={"a": "b"}, items=[{"role": "user", "content": "Hello"}]
+    )
+    Conversation.model_validate(json.loads(conversation.model_dump_json()), strict=True)
+    assert client.conversations.retrieve(conversation.id) == conversation
+    assert client.conversations.update(conversation.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    added = client.conversations.items.create(
+        conversation.id, items=[{"role": "assistant", "content": "Hi."}]
+    )
     Message.model_validate(json.loads(added.data[0].model_dump_json()))
-    answer = client.responses.create(**OPTIONS, input="A story.", conversation=made.id)
-    assert answer.conversation is not None and answer.conversation.id == made.id
-    conversation = [
+    answer = client.responses.create(**OPTIONS, input="A story.", conversation=conversation.id)
+    assert answer.conversation is not None and answer.conversation.id == conversation.id
+    messages = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "A story."},
     ]
-    expected = engine.chat(conversation, lp.SamplingParams(temperature=0, max_tokens=12))
+    expected = engine.chat(messages, lp.SamplingParams(temperature=0, max_tokens=12))
     assert answer.output_text == expected.content
-    found: list[Any] = list(client.conversations.items.list(made.id, order="asc"))
-    assert [item.content[0].text for item in found] == ["Hello", "Hi.", "A story.", expected.content]
+    items: list[Any] = list(client.conversations.items.list(conversation.id, order="asc"))
+    assert [item.content[0].text for item in items] == ["Hello", "Hi.", "A story.", expected.content]
     inputs = client.responses.input_items.list(answer.id, order="asc")
-    assert [item.id for item in inputs.data] == [item.id for item in found[:3]]
-    assert client.conversations.items.retrieve(found[0].id, conversation_id=made.id).id == found[0].id
-    assert client.conversations.items.delete(found[0].id, conversation_id=made.id).id == made.id
+    assert [item.id for item in inputs.data] == [item.id for item in items[:3]]
+    assert client.conversations.items.retrieve(items[0].id, conversation_id=conversation.id).id == items[0].id
+    assert (
+        client.conversations.items.delete(items[0].id, conversation_id=conversation.id).id == conversation.id
+    )
     with pytest.raises(openai.NotFoundError):
-        client.conversations.items.retrieve(found[0].id, conversation_id=made.id)
-    again = client.responses.create(**OPTIONS, input="More.", conversation={"id": made.id})
+        client.conversations.items.retrieve(items[0].id, conversation_id=conversation.id)
+    again = client.responses.create(**OPTIONS, input="More.", conversation={"id": conversation.id})
     assert again.usage is not None and answer.usage is not None
-    assert len(list(client.conversations.items.list(made.id))) == 5
+    assert len(list(client.conversations.items.list(conversation.id))) == 5
     client.responses.delete(again.id)
-    assert len(list(client.conversations.items.list(made.id))) == 5
-    assert client.conversations.delete(made.id).deleted
+    assert len(list(client.conversations.items.list(conversation.id))) == 5
+    assert client.conversations.delete(conversation.id).deleted
     for use in (client.conversations.retrieve, client.conversations.delete, client.conversations.items.list):
-        with pytest.raises(openai.NotFoundError, match=f"Conversation with id '{made.id}' not found"):
-            use(made.id)
+        with pytest.raises(openai.NotFoundError, match=f"Conversation with id '{conversation.id}' not found"):
+            use(conversation.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
@@ -246,14 +252,14 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
         {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "call_1", "output": "Sun."},
     ]
-    made = client.conversations.create(items=items)
-    found = [item.to_dict() for item in client.conversations.items.list(made.id, order="asc")]
-    for item, given in zip(found, items, strict=True):
-        assert given.items() <= item.items()
+    conversation = client.conversations.create(items=items)
+    listed = [item.to_dict() for item in client.conversations.items.list(conversation.id, order="asc")]
+    for item, sent in zip(listed, items, strict=True):
+        assert sent.items() <= item.items()
         assert item["status"] == "completed" and item["id"]
-    call = client.conversations.items.list(made.id, order="asc").data[2]
+    call = client.conversations.items.list(conversation.id, order="asc").data[2]
     assert isinstance(call, ResponseFunctionToolCall) and call.name == "weather"
-    assert client.responses.create(**OPTIONS, input="And now?", conversation=made.id).output_text
+    assert client.responses.create(**OPTIONS, input="And now?", conversation=conversation.id).output_text
 
 
 @pytest.mark.parametrize(
@@ -276,7 +282,7 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
         ("responses", {**OPTIONS, "input": "a", "previous_response_id": MISSING}, "previous_response_id"),
     ],
 )
-def test_wrong_fields(client: openai.OpenAI, path: str, body: Any, field: str) -> None:
+def test_wrong_fields_are_named(client: openai.OpenAI, path: str, body: Any, field: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post(f"/{path}", body=body, cast_to=object)
     assert caught.value.param == field
@@ -295,21 +301,21 @@ def test_a_chain_has_limits(demo: lp.Model, tmp_path: Path) -> None:
 
 def test_keys_are_separate(client: openai.OpenAI, other: openai.OpenAI) -> None:
     answer = client.responses.create(**OPTIONS, input="Hello")
-    made = client.conversations.create(items=[{"role": "user", "content": "Hello"}])
-    item = client.conversations.items.list(made.id).data[0].id
+    conversation = client.conversations.create(items=[{"role": "user", "content": "Hello"}])
+    item = client.conversations.items.list(conversation.id).data[0].id
     assert item is not None
     uses: list[Any] = [
         lambda: other.responses.retrieve(answer.id),
         lambda: other.responses.delete(answer.id),
         lambda: other.responses.input_items.list(answer.id),
-        lambda: other.conversations.retrieve(made.id),
-        lambda: other.conversations.update(made.id, metadata={}),
-        lambda: other.conversations.delete(made.id),
-        lambda: other.conversations.items.list(made.id),
-        lambda: other.conversations.items.create(made.id, items=[{"role": "user", "content": "a"}]),
-        lambda: other.conversations.items.retrieve(item, conversation_id=made.id),
-        lambda: other.conversations.items.delete(item, conversation_id=made.id),
-        lambda: other.responses.create(**OPTIONS, input="a", conversation=made.id),
+        lambda: other.conversations.retrieve(conversation.id),
+        lambda: other.conversations.update(conversation.id, metadata={}),
+        lambda: other.conversations.delete(conversation.id),
+        lambda: other.conversations.items.list(conversation.id),
+        lambda: other.conversations.items.create(conversation.id, items=[{"role": "user", "content": "a"}]),
+        lambda: other.conversations.items.retrieve(item, conversation_id=conversation.id),
+        lambda: other.conversations.items.delete(item, conversation_id=conversation.id),
+        lambda: other.responses.create(**OPTIONS, input="a", conversation=conversation.id),
         lambda: other.responses.create(**OPTIONS, input=[{"type": "item_reference", "id": item}]),
     ]
     for use in uses:
@@ -320,7 +326,7 @@ def test_keys_are_separate(client: openai.OpenAI, other: openai.OpenAI) -> None:
     assert caught.value.code == "previous_response_not_found"
     own = other.conversations.create(items=[{"type": "message", "id": item, "role": "user", "content": "a"}])  # type: ignore[list-item]
     assert other.conversations.items.list(own.id).data[0].id == item  # ids of others do not show
-    assert client.conversations.items.retrieve(item, conversation_id=made.id).id == item
+    assert client.conversations.items.retrieve(item, conversation_id=conversation.id).id == item
 
 
 def test_one_key_with_a_thousand_conversations(client: openai.OpenAI, other: openai.OpenAI) -> None:
@@ -340,17 +346,17 @@ def test_one_key_with_a_thousand_conversations(client: openai.OpenAI, other: ope
 
             creating = [asyncio.ensure_future(create()) for _ in range(1000)]
             for _ in range(20):
-                made = (await http.post("conversations", json=body, headers=few)).json()["id"]
-                path = f"conversations/{made}"
+                conversation_id = (await http.post("conversations", json=body, headers=few)).json()["id"]
+                path = f"conversations/{conversation_id}"
                 listed = await http.get(f"{path}/items", headers=few)
                 assert [item["content"][0]["text"] for item in listed.json()["data"]] == ["Hello"]
                 assert (await http.delete(path, headers=few)).json()["deleted"]
                 assert (await http.get(path, headers=few)).status_code == 404
             ids = await asyncio.gather(*creating)
             assert len(set(ids)) == 1000
-            for one in (ids[0], ids[-1]):
-                assert (await http.get(f"conversations/{one}", headers=few)).status_code == 404
-                assert (await http.get(f"conversations/{one}", headers=many)).status_code == 200
+            for other_id in (ids[0], ids[-1]):
+                assert (await http.get(f"conversations/{other_id}", headers=few)).status_code == 404
+                assert (await http.get(f"conversations/{other_id}", headers=many)).status_code == 200
 
     asyncio.run(run())
 
@@ -358,12 +364,12 @@ def test_one_key_with_a_thousand_conversations(client: openai.OpenAI, other: ope
 # ---- without a store
 def test_without_a_store_nothing_is_stored(engine: lp.Engine) -> None:
     with http_client(engine, **NAMES) as http:
-        made = http.post("/v1/responses", json={**OPTIONS, "input": "Hello", "store": True})
-        assert (made.headers["x-llamapipe-unused"], made.json()["store"]) == ("store", False)
+        response = http.post("/v1/responses", json={**OPTIONS, "input": "Hello", "store": True})
+        assert (response.headers["x-llamapipe-unused"], response.json()["store"]) == ("store", False)
         silent = http.post("/v1/responses", json={**OPTIONS, "input": "Hello"})
         assert "x-llamapipe-unused" not in silent.headers
         paths = [
-            f"/v1/responses/{made.json()['id']}",
+            f"/v1/responses/{response.json()['id']}",
             "/v1/conversations/conv_1",
             "/v1/conversations/conv_1/items",
         ]
@@ -390,28 +396,28 @@ def test_an_answer_that_fails_is_not_in_the_conversation(demo: lp.Model, tmp_pat
         lp.Engine(demo, n_ctx=512) as engine,
         openai_client(engine, **NAMES, store=file) as client,
     ):
-        made = client.conversations.create().id
+        conversation = client.conversations.create().id
         closing_it = threading.Thread(target=engine.close, kwargs={"drain": False})
         with Gate(engine) as gate:
-            stream = client.responses.create(**OPTIONS, input="Hello", conversation=made, stream=True)
+            stream = client.responses.create(**OPTIONS, input="Hello", conversation=conversation, stream=True)
             gate.wait()
             closing_it.start()
             wait_until(lambda: engine.closed)
         events = list(stream)
         closing_it.join()
     assert events[-1].type == "response.failed"
-    found = rows(file, "SELECT answers.body, is_listed FROM answers JOIN items ON answer = answers.id")
-    assert [(json.loads(body)["status"], is_listed) for body, is_listed in found] == [("failed", 0)]
+    stored = rows(file, "SELECT answers.body, is_listed FROM answers JOIN items ON answer = answers.id")
+    assert [(json.loads(body)["status"], is_listed) for body, is_listed in stored] == [("failed", 0)]
 
 
 def test_a_client_that_hangs_up_leaves_nothing(engine: lp.Engine, tmp_path: Path) -> None:
     """It takes one event of the stream, never another one, and hangs up."""
     file = tmp_path / "answers.db"
     application = app(engine, ServerSettings(**NAMES, store=file))
-    made = b""
+    received = b""
 
     async def run() -> None:
-        nonlocal made
+        nonlocal received
         body = json.dumps(
             {**OPTIONS, "input": "Hello", "stream": True, "conversation": conversation}
         ).encode()
@@ -429,9 +435,9 @@ def test_a_client_that_hangs_up_leaves_nothing(engine: lp.Engine, tmp_path: Path
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            nonlocal made
+            nonlocal received
             if message["type"] == "http.response.body" and message.get("body"):
-                made += message["body"]
+                received += message["body"]
                 began.set()
                 await asyncio.Event().wait()
 
@@ -445,7 +451,7 @@ def test_a_client_that_hangs_up_leaves_nothing(engine: lp.Engine, tmp_path: Path
     conversation = asyncio.run(create())
     asyncio.run(run())
     application.state.llamapipe.release()
-    assert b"response.created" in made and b'"store":true' in made
+    assert b"response.created" in received and b'"store":true' in received
     assert rows(file, "SELECT (SELECT count(*) FROM answers), (SELECT count(*) FROM items)") == [(0, 0)]
 
 
@@ -522,11 +528,11 @@ def test_workers_share_the_file(tmp_path: Path) -> None:
             seen.add(answer.headers["x-llamapipe-worker"])
             previous = answer.json()["id"]
             ids.append(previous)
-            found = [server.client.get(f"/v1/responses/{previous}") for _ in range(2)]
-            seen |= {one.headers["x-llamapipe-worker"] for one in found}
-            assert [one.json() for one in found] == [answer.json()] * 2
+            responses = [server.client.get(f"/v1/responses/{previous}") for _ in range(2)]
+            seen |= {response.headers["x-llamapipe-worker"] for response in responses}
+            assert [response.json() for response in responses] == [answer.json()] * 2
     assert len(seen) == 2
-    assert sorted(rows(store, "SELECT id FROM answers")) == sorted((one,) for one in ids)
+    assert sorted(rows(store, "SELECT id FROM answers")) == sorted((answer_id,) for answer_id in ids)
 
 
 def test_several_models_share_the_file(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_codex_sees_signs_of_life(engine: lp.Engine, monkeypatch: pytest.MonkeyP
 
 
 @on_all
-def test_without_pings(engine: lp.Engine, path: str) -> None:
+def test_streams_have_no_pings_if_these_are_off(engine: lp.Engine, path: str) -> None:
     with served(engine, ping_s=0) as client:
         assert "ping" not in client.post(path, json=PATHS[path]).text
 
@@ -190,7 +190,7 @@ def test_progress_of_the_prompt(engine: lp.Engine, path: str) -> None:
     )
     body |= {"max_tokens": 2, "stream": True, "return_progress": True, "cache_prompt": False}
     with Gate(engine) as gate, served(engine) as client, client.stream("POST", path, json=body) as answer:
-        found: list[dict[str, int]] = []
+        progress: list[dict[str, int]] = []
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
@@ -199,17 +199,19 @@ def test_progress_of_the_prompt(engine: lp.Engine, path: str) -> None:
                     continue
                 (choice,) = event["choices"]
                 assert choice["index"] == 0 and choice["finish_reason"] is None
-                found.append(event["prompt_progress"])
-                if len(found) < 4:
+                progress.append(event["prompt_progress"])
+                if len(progress) < 4:
                     gate.step()
                 else:
                     gate.open()
-    total = found[0]["total"]
+    total = progress[0]["total"]
     assert total > 100
-    assert [set(one) for one in found] == [{"total", "cache", "processed", "time_ms"}] * len(found)
-    assert [one["processed"] for one in found][:3] == [0, 32, 64]
-    assert found[-1]["processed"] == total
-    assert all(one["cache"] == 0 and one["total"] == total and one["time_ms"] >= 0 for one in found)
+    assert [set(entry) for entry in progress] == [{"total", "cache", "processed", "time_ms"}] * len(progress)
+    assert [entry["processed"] for entry in progress][:3] == [0, 32, 64]
+    assert progress[-1]["processed"] == total
+    assert all(
+        entry["cache"] == 0 and entry["total"] == total and entry["time_ms"] >= 0 for entry in progress
+    )
 
 
 def test_progress_of_a_short_prompt(engine: lp.Engine) -> None:
@@ -293,4 +295,4 @@ def test_a_client_that_hung_up_leaves_no_warnings(caplog: pytest.LogCaptureFixtu
 
     is_over = asyncio.Event()
     asyncio.run(serve_one())
-    assert [one.getMessage() for one in caplog.records] == []
+    assert [record.getMessage() for record in caplog.records] == []

@@ -55,7 +55,7 @@ def test_the_prompt_that_is_shown_is_the_one_that_is_computed(engine: lp.Engine)
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_openai(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_openais_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     expected = n_tokens(engine, own or SYSTEM)
     messages = HELLO if own is None else [{"role": "system", "content": own}, *HELLO]
@@ -69,7 +69,7 @@ def test_openai(engine: lp.Engine, url: str, own: str | None) -> None:
     assert counted.input_tokens == expected
 
 
-def test_streams(engine: lp.Engine, url: str) -> None:
+def test_streams_have_it(engine: lp.Engine, url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     events = list(
         client.chat.completions.create(
@@ -81,11 +81,11 @@ def test_streams(engine: lp.Engine, url: str) -> None:
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_anthropic(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_anthropics_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     more: Any = {} if own is None else {"system": own}
-    made = client.messages.create(model="m", max_tokens=9, messages=HELLO, **more)
-    assert made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0) == n_tokens(
+    message = client.messages.create(model="m", max_tokens=9, messages=HELLO, **more)
+    assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == n_tokens(
         engine, own or SYSTEM
     )
     counted = client.messages.count_tokens(model="m", messages=HELLO, **more)
@@ -93,7 +93,7 @@ def test_anthropic(engine: lp.Engine, url: str, own: str | None) -> None:
 
 
 @pytest.mark.parametrize("own", [None, OTHER])
-def test_ollama(engine: lp.Engine, url: str, own: str | None) -> None:
+def test_ollamas_routes_have_it(engine: lp.Engine, url: str, own: str | None) -> None:
     def ask(path: str, **body: Any) -> Any:
         answer = httpx.post(f"{url}/api/{path}", json={"model": "m", "stream": False} | body)
         assert answer.status_code == 200, answer.text
@@ -129,7 +129,7 @@ def test_a_developer_message_is_one(engine: lp.Engine, url: str) -> None:
     assert answer["input_tokens"] == len(engine.model.tokenize_chat(messages))
 
 
-def test_settings() -> None:
+def test_it_must_be_a_text() -> None:
     with pytest.raises(TypeError, match="system must be"):
         ServerSettings(system=5)  # type: ignore[arg-type]
 
@@ -138,8 +138,8 @@ def test_the_file_of_the_option(tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text(SYSTEM + "\n", encoding="utf-8")
     parser = argparse.ArgumentParser()
     serve_command.add_arguments(parser)
-    given = parser.parse_args(["--system", f"@{tmp_path / 'system.txt'}"])
-    assert serve_command.settings_fields(given)["system"] == SYSTEM
+    args = parser.parse_args(["--system", f"@{tmp_path / 'system.txt'}"])
+    assert serve_command.settings_fields(args)["system"] == SYSTEM
     assert serve_command.settings_fields(parser.parse_args(["--system", SYSTEM]))["system"] == SYSTEM
     with pytest.raises(UsageError, match=r"--system: .*none\.txt cannot be read"):
         serve_command.settings_fields(parser.parse_args(["--system", f"@{tmp_path / 'none.txt'}"]))
@@ -149,5 +149,5 @@ def test_a_file_beside_the_list(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(
         '[models.a]\nfile = "a.gguf"\nsystem = "@system.txt"\n[models.b]\nfile = "b.gguf"\nsystem = "Hi"\n'
     )
-    found = {entry.name: entry.options["system"] for entry in entries_of([str(tmp_path / "m.toml")])}
-    assert found == {"a": f"@{tmp_path / 'system.txt'}", "b": "Hi"}
+    prompts = {entry.name: entry.options["system"] for entry in entries_of([str(tmp_path / "m.toml")])}
+    assert prompts == {"a": f"@{tmp_path / 'system.txt'}", "b": "Hi"}

@@ -28,9 +28,9 @@ LONG = {"max_tokens": 60, "grammar": LINES, "temperature": 0}
 def client(demo: lp.Model) -> Iterator[httpx.Client]:
     with (
         lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine,
-        http_client(engine) as found,
+        http_client(engine) as http,
     ):
-        yield found
+        yield http
 
 
 def told(texts: list[str], most_ms: int, each_s: float = 0.01) -> list[Delta]:
@@ -110,13 +110,13 @@ def test_a_time_that_is_never_over_changes_nothing(
         assert answer.status_code == 200, answer.text
         if not stream:
             return [_text(choice) for choice in answer.json()["choices"]]
-        made = [("", "")] * 2
+        results = [("", "")] * 2
         for row in answer.text.splitlines():
             if row.startswith("data: {"):
                 for choice in json.loads(row[6:])["choices"]:
                     text, reason = _text(choice)
-                    made[choice["index"]] = made[choice["index"]][0] + text, reason
-        return made
+                    results[choice["index"]] = results[choice["index"]][0] + text, reason
+        return results
 
     assert choices(t_max_predict_ms=10**9) == choices() == choices(t_max_predict_ms=-1)
 

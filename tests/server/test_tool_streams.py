@@ -28,12 +28,12 @@ FUNCTION: Any = {"name": "get_weather", "description": "The weather.", "paramete
 def server_of(path: Path, name: str, said: str | None = None) -> Iterator[str]:
     """The URL of a server whose model says a call."""
     family = FAMILIES[name]
-    one = template(family.template)
-    prompt = one.render(HELLO, template_args={"enable_thinking": False})
+    chat_template = template(family.template)
+    prompt = chat_template.render(HELLO, template_args={"enable_thinking": False})
     text = family.full if said is None else said
     if family.think and prompt.endswith(family.think[0]):
         text = f"Hm. {family.think[1]}{text}"
-    model = scripted_model(path / "said.gguf", text, family.specials, one.text)
+    model = scripted_model(path / "said.gguf", text, family.specials, chat_template.text)
     with lp.Engine(model, n_ctx=4096, n_seq_max=2) as engine, serve(engine) as server:
         yield server.url
 
@@ -52,7 +52,7 @@ def complete(text: str) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_chat_completions(url: str, choice: Any) -> None:
+def test_chat_completions_stream_a_call(url: str, choice: Any) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "messages": HELLO, "temperature": 0, "tool_choice": choice}
         options |= {"tools": [{"type": "function", "function": FUNCTION}], "extra_body": ARGS}
@@ -80,7 +80,7 @@ def test_chat_completions(url: str, choice: Any) -> None:
             cut = done.choices[0]
             text = "".join(part.function.arguments for part in parts)
             assert cut.finish_reason == reason == "length"
-            assert [one.function.arguments for one in cut.message.tool_calls or []] == (
+            assert [call.function.arguments for call in cut.message.tool_calls or []] == (
                 [text] if parts else []
             )
             assert call.function.arguments.startswith(text)
@@ -88,7 +88,7 @@ def test_chat_completions(url: str, choice: Any) -> None:
         assert seen > 0
 
 
-def test_responses(url: str) -> None:
+def test_responses_stream_a_call(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "input": HELLO, "temperature": 0}
         options |= {"tools": [{"type": "function", **FUNCTION}], "extra_body": ARGS}
@@ -96,7 +96,9 @@ def test_responses(url: str) -> None:
         def answers(n: int) -> tuple[Any, Any, list[str]]:
             whole = client.responses.create(**options, max_output_tokens=n)
             events: list[Any] = list(client.responses.create(**options, max_output_tokens=n, stream=True))
-            parts = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
+            parts = [
+                event.delta for event in events if event.type == "response.function_call_arguments.delta"
+            ]
             return whole, events[-1].response, parts
 
         whole, streamed, parts = answers(400)
@@ -115,7 +117,7 @@ def test_responses(url: str) -> None:
         assert seen > 0
 
 
-def test_messages(url: str) -> None:
+def test_messages_stream_a_call(url: str) -> None:
     tool = {"name": "get_weather", "description": "The weather.", "input_schema": WEATHER}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         options: Any = {"model": "said", "messages": HELLO, "tools": [tool]}
@@ -124,7 +126,7 @@ def test_messages(url: str) -> None:
         def answers(n: int) -> tuple[Any, Any, list[str]]:
             whole = client.messages.create(**options, max_tokens=n)
             with client.messages.stream(**options, max_tokens=n) as stream:
-                parts = [one.partial_json for one in stream if one.type == "input_json"]
+                parts = [event.partial_json for event in stream if event.type == "input_json"]
                 return whole, stream.get_final_message(), parts
 
         whole, streamed, parts = answers(400)
@@ -138,9 +140,9 @@ def test_messages(url: str) -> None:
             assert cut.stop_reason == streamed.stop_reason == "max_tokens"
             inputs = [block.input for block in cut.content if block.type == "tool_use"]
             assert len(inputs) == sum(block.type == "tool_use" for block in streamed.content)
-            for one in inputs:
-                assert one.items() <= FULL.items()
-                seen += one != FULL
+            for arguments in inputs:
+                assert arguments.items() <= FULL.items()
+                seen += arguments != FULL
         assert seen > 0
 
 

@@ -82,13 +82,13 @@ def send(
 
 
 def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
-    status, found = send(url, form({"file": WAV, "model": "m", "max_tokens": "8"}))
+    status, answer = send(url, form({"file": WAV, "model": "m", "max_tokens": "8"}))
     assert status == 200
-    assert set(found) == {"text", "usage"} and found["usage"]["input_tokens"] > 375
+    assert set(answer) == {"text", "usage"} and answer["usage"]["input_tokens"] > 375
     part = {"type": "audio", "audio": WAV}
     question = [{"role": "user", "content": [part, {"type": "text", "text": "Transcribe audio to text"}]}]
     params = lp.SamplingParams(max_tokens=8, temperature=0)
-    assert engine.chat(question, params).n_prompt_tokens == found["usage"]["input_tokens"]
+    assert engine.chat(question, params).n_prompt_tokens == answer["usage"]["input_tokens"]
     fields: dict[str, str | bytes] = {
         "file": WAV,
         "response_format": "text",
@@ -125,9 +125,9 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
         ({"file": sound(30) * 2}, "at least"),
     ],
 )
-def test_refusals(url: str, fields: dict[str, str | bytes], message: str) -> None:
-    status, found = send(url, form(fields))
-    assert status in (400, 413) and message in found
+def test_wrong_forms_are_refused(url: str, fields: dict[str, str | bytes], message: str) -> None:
+    status, answer = send(url, form(fields))
+    assert status in (400, 413) and message in answer
 
 
 def test_a_sound_may_have_so_many_seconds(engine: lp.Engine) -> None:
@@ -135,13 +135,13 @@ def test_a_sound_may_have_so_many_seconds(engine: lp.Engine) -> None:
     message = "the sound is 3 s long; the limit of this server is 2 s (--max-sound)"
     with serve(engine, settings=ServerSettings(model_names=("m",), max_sound_s=2)) as server:
         for seconds, status in ((2.0, 200), (3.0, 400)):
-            code, found = send(server.url, form({"file": sound(seconds), "model": "m", "max_tokens": "2"}))
-            assert code == status and (code == 200 or message in found)
+            code, answer = send(server.url, form({"file": sound(seconds), "model": "m", "max_tokens": "2"}))
+            assert code == status and (code == 200 or message in answer)
         data = base64.b64encode(sound(3.0)).decode()
         part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
         body = json.dumps({"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}).encode()
-        code, found = send(server.url, body, "application/json", "/v1/chat/completions")
-        assert code == 400 and message in found and "messages.0.content.0" in found
+        code, answer = send(server.url, body, "application/json", "/v1/chat/completions")
+        assert code == 400 and message in answer and "messages.0.content.0" in answer
 
 
 def test_what_is_no_form(url: str) -> None:
@@ -160,8 +160,8 @@ def test_a_model_that_takes_no_sounds(demo: lp.Model) -> None:
         lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine,
         serve(engine, settings=ServerSettings(model_names=("m",))) as server,
     ):
-        status, found = send(server.url, form({"file": WAV}))
-        assert status == 400 and "m takes no sounds" in found
+        status, answer = send(server.url, form({"file": WAV}))
+        assert status == 400 and "m takes no sounds" in answer
 
 
 def test_a_server_of_several_models_finds_the_one_that_a_form_names(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_a_server_of_several_models_finds_the_one_that_a_form_names(tmp_path: Pa
     ultravox_projector(folder / "hears" / "mmproj.gguf")
     with pool_server(folder, "-c", "512", "-np", "2", log=tmp_path / "log") as server:
         fields: dict[str, str | bytes] = {"file": WAV, "max_tokens": "4"}
-        status, found = send(server.url, form({**fields, "model": "hears"}))
-        assert status == 200 and found["usage"]["input_tokens"] > 375, found
+        status, answer = send(server.url, form({**fields, "model": "hears"}))
+        assert status == 200 and answer["usage"]["input_tokens"] > 375, answer
         assert "reads takes no sounds" in send(server.url, form({**fields, "model": "reads"}))[1]
         assert send(server.url, form({**fields, "model": "none"}))[0] == 404
         assert "model is missing" in send(server.url, form(fields))[1]

@@ -61,10 +61,10 @@ USES: dict[str, list[tuple[str, str | None, tuple[str, ...]]]] = {
 @pytest.fixture(scope="module")
 def objects() -> dict[str, Any]:
     """Each object as uvicorn makes it, while a request is answered."""
-    made: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        made["cycle"] = send.__self__
+        by_name["cycle"] = send.__self__
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
@@ -76,7 +76,7 @@ def objects() -> dict[str, Any]:
 
         def protocol() -> HttpToolsProtocol:
             connection = HttpToolsProtocol(config, state, {}, asyncio.get_running_loop())
-            made.update(protocol=connection, config=config, server=server, state=state)
+            by_name.update(protocol=connection, config=config, server=server, state=state)
             return connection
 
         ours, theirs = socket.socketpair()
@@ -85,12 +85,12 @@ def objects() -> dict[str, Any]:
             reader, writer = await asyncio.open_connection(sock=ours)
             writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 204")
-            made.update(flow=connection.flow, lifespan=server.lifespan)
+            by_name.update(flow=connection.flow, lifespan=server.lifespan)
             writer.close()
         transport.close()
 
     asyncio.run(answer_one())
-    return made
+    return by_name
 
 
 def used(path: str, class_name: str | None, expressions: tuple[str, ...]) -> set[str]:

@@ -44,8 +44,8 @@ def families(url: str) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(answer.text)}
 
 
-def latest(found: dict[str, Metric], name: str) -> Sample:
-    family = found[name]
+def latest(metrics: dict[str, Metric], name: str) -> Sample:
+    family = metrics[name]
     assert family.type == "gauge"
     return max(family.samples, key=lambda sample: sample.timestamp or 0)
 
@@ -64,10 +64,10 @@ def test_the_gauges_follow_the_load(server: ServerProcess) -> None:
         answers = [pool.submit(ask) for _ in range(3)]
         deadline = monotonic() + PATIENCE_S
         while True:
-            found = families(server.url)
-            n_waiting = int(latest(found, "vllm:num_requests_waiting").value)
-            n_running = int(latest(found, "vllm:num_requests_running").value)
-            usage = latest(found, "vllm:kv_cache_usage_perc").value
+            metrics = families(server.url)
+            n_waiting = int(latest(metrics, "vllm:num_requests_waiting").value)
+            n_running = int(latest(metrics, "vllm:num_requests_running").value)
+            usage = latest(metrics, "vllm:kv_cache_usage_perc").value
             if (n_waiting, n_running) == (1, 2) and usage > 0:
                 break
             assert monotonic() < deadline, (n_waiting, n_running, usage)
@@ -78,20 +78,20 @@ def test_the_gauges_follow_the_load(server: ServerProcess) -> None:
 
 def test_sizes_are_in_labels(server: ServerProcess) -> None:
     """Block size and number, as integers; a router divides prompts into blocks of this size."""
-    found = families(server.url)
-    labels = latest(found, "vllm:cache_config_info").labels
+    metrics = families(server.url)
+    labels = latest(metrics, "vllm:cache_config_info").labels
     assert int(labels["block_size"]) == 32
     assert int(labels["num_gpu_blocks"]) == 2 * 4096 // 32
-    adapters = latest(found, "vllm:lora_requests_info").labels
+    adapters = latest(metrics, "vllm:lora_requests_info").labels
     assert int(adapters["max_lora"]) == 0
     assert not adapters["running_lora_adapters"] and not adapters["waiting_lora_adapters"]
 
 
 def test_metrics_name_the_model(server: ServerProcess) -> None:
-    found = families(server.url)
+    metrics = families(server.url)
     served = {model["id"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
-        first = found[f"vllm:{name}"].samples[0]
+        first = metrics[f"vllm:{name}"].samples[0]
         assert {first.labels["model_name"]} == served == {"story"}
 
 
@@ -143,13 +143,13 @@ def test_the_endpoints_that_probes_ask(server: ServerProcess) -> None:
 def test_kv_events_of_a_served_model(server: ServerProcess, demo: lp.Model) -> None:
     """The command prints where they are; their topic names the host and the model; blocks are those of the prompt."""
     text = "".join(server.lines)
-    found = re.search(r"KV events at (\S+), missed ones at (\S+)", text)
-    assert found, text
+    match = re.search(r"KV events at (\S+), missed ones at (\S+)", text)
+    assert match, text
     prompt = "The quick brown fox jumps over the lazy dog. " * 12
     body = {"model": "story", "prompt": prompt, "max_tokens": 1}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
     tokens = tuple(demo.tokenize(prompt))
-    options = lp.KvEvents(found[1], found[2], topic=f"kv@{os.uname().nodename}@story")
+    options = lp.KvEvents(match[1], match[2], topic=f"kv@{os.uname().nodename}@story")
     with Subscriber(options) as subscriber:
         assert len(tokens) >= 64
         expected = {tokens[:end] for end in range(32, len(tokens) // 32 * 32 + 1, 32)}

@@ -81,8 +81,8 @@ EXACT: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": {"type": "string"}}]},
     {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "string", "minLength": 2}]},
     {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "integer", "exclusiveMinimum": 1}]},
-    {"oneOf": [{**KIND, "properties": {"kind": {"const": one}}, "required": ["kind"]} for one in "xy"]},
-    {**KIND, "oneOf": [{"properties": {"kind": {"const": one}}} for one in "xy"], "required": ["kind"]},
+    {"oneOf": [{**KIND, "properties": {"kind": {"const": value}}, "required": ["kind"]} for value in "xy"]},
+    {**KIND, "oneOf": [{"properties": {"kind": {"const": value}}} for value in "xy"], "required": ["kind"]},
     {"oneOf": [{"$ref": "#/$defs/s"}, {"type": "null"}], "$defs": {"s": {"type": "string", "minLength": 1}}},
     {**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {**AB, "oneOf": [{"required": ["a", "b"]}, {"required": ["c"]}]},
@@ -90,8 +90,8 @@ EXACT: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]},
     {"oneOf": [{"enum": ["a", "b", 1]}, {"enum": ["b", 2]}]},
     {"allOf": [{"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, AB]},
-    {**KIND, "oneOf": [{"properties": {"kind": one}, "required": ["kind"]}
-                       for one in ({"const": "x"}, {"not": {"enum": ["x", 1]}})]},
+    {**KIND, "oneOf": [{"properties": {"kind": schema}, "required": ["kind"]}
+                       for schema in ({"const": "x"}, {"not": {"enum": ["x", 1]}})]},
     {"type": ["string", "integer"], "oneOf": [{"enum": ["a", 1]}, {"not": {"anyOf": [{"const": "a"}, {"const": 1}]}}]},
     # not
     {**AB, "not": {"required": ["a"]}},
@@ -201,10 +201,12 @@ def orders(value: Any, most: int = 60) -> list[str]:
             + ",".join(f"{json.dumps(name)}:{text}" for (name, _), text in zip(members, inner, strict=True))
             + "}"
             for members in itertools.permutations(value.items())
-            for inner in itertools.product(*(orders(one, 6) for _, one in members))
+            for inner in itertools.product(*(orders(member, 6) for _, member in members))
         )
     elif isinstance(value, list):
-        texts = ("[" + ",".join(one) + "]" for one in itertools.product(*(orders(item, 6) for item in value)))
+        texts = (
+            "[" + ",".join(items) + "]" for items in itertools.product(*(orders(item, 6) for item in value))
+        )
     else:
         return [json.dumps(value)]
     return list(itertools.islice(texts, most))
@@ -227,7 +229,9 @@ def compare(demo: lp.Model, schema: dict[str, Any]) -> Iterator[tuple[Any, bool,
 
 
 @pytest.mark.parametrize("schema", EXACT, ids=lambda schema: json.dumps(schema)[:80])
-def test_exactly(demo: lp.Model, schema: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_valid_is_allowed_and_nothing_else(
+    demo: lp.Model, schema: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     assert [value for value, valid, allowed in compare(demo, schema) if valid != allowed] == []
     assert not caplog.records
 
@@ -341,7 +345,7 @@ def test_names_that_several_keywords_restrict(
     assert warning in caplog.text and bool(caplog.records) == bool(warning)
 
 
-@pytest.mark.parametrize(("schema", "message"), NOTHING, ids=lambda one: json.dumps(one)[:60])
+@pytest.mark.parametrize(("schema", "message"), NOTHING, ids=lambda value: json.dumps(value)[:60])
 def test_what_allows_nothing_is_refused(demo: lp.Model, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^json_schema {message}"):
         compile_guide(demo, json_schema=schema)
@@ -502,7 +506,7 @@ def test_the_page_says_what_masks_allow(demo: lp.Model) -> None:
     assert text == with_table(text, demo), "run: python tools/keyword_table.py"
 
 
-def test_other_texts() -> None:
+def test_other_texts_match_the_pattern() -> None:
     import re
 
     rng = random.Random(3)
@@ -551,11 +555,11 @@ def test_arguments_of_tools_do_not_close_alternatives() -> None:
 def test_schemas_of_a_oneof_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pair that overlaps is compared again and again within alternatives; what was found is kept."""
     counts: list[int] = []
-    found = _logic._kinds
+    original = _logic._kinds
 
     def counted(node: dict[str, Any]) -> frozenset[str]:
         counts[-1] += 1
-        return found(node)
+        return original(node)
 
     monkeypatch.setattr(_logic, "_kinds", counted)
     for n in (8, 16):

@@ -180,7 +180,7 @@ def test_numbers_are_exact(demo: lp.Model, case: tuple[Any, list[Any], list[Any]
     check(
         demo,
         schema,
-        *([json.dumps(one, separators=(",", ":")) for one in values] for values in (right, wrong)),
+        *([json.dumps(value, separators=(",", ":")) for value in values] for values in (right, wrong)),
     )
 
 
@@ -295,9 +295,9 @@ def test_errors_beside_what_is_written_here_have_their_place(demo: lp.Model) -> 
     """The same in an answer's schema, and in one inside the grammar of a chat."""
     schema = {"type": "object", "properties": {"n": {"const": LARGE}, "b": {"items": {"pattern": "x(y"}}}}
     inside = f"start: FREE | {json_value({'type': 'string'})} | {json_value(schema)}\nFREE: /x*/"
-    for given in ({"json_schema": schema}, {"lark": inside}):
+    for options in ({"json_schema": schema}, {"lark": inside}):
         with pytest.raises(InvalidRequestError) as caught:
-            compile_guide(demo, **given)
+            compile_guide(demo, **options)
         assert str(caught.value).startswith(
             "json_schema cannot be compiled at #/properties/b/items: 'pattern' is not a regular expression"
         )

@@ -134,7 +134,7 @@ def test_what_is_refused_has_a_place(demo: lp.Model, name: str) -> None:
     assert str(caught.value).startswith("grammar: ")
 
 
-def test_text_only() -> None:
+def test_bytes_are_refused() -> None:
     with pytest.raises(TypeError, match="grammar must be a str, not bytes"):
         check_gbnf(b'root ::= "a"')  # type: ignore[arg-type]
 
@@ -158,14 +158,14 @@ class GrammarMaker:
     def _symbol(self, depth: int) -> str:
         kind = self._random.random()
         if kind < 0.25:
-            made = self._random.choice(self._names)
+            symbol = self._random.choice(self._names)
         elif kind < 0.75 or depth == 0:
-            made = self._random.choice(('"a"', '"bc"', "[a-c]", ".", "[^x]"))
+            symbol = self._random.choice(('"a"', '"bc"', "[a-c]", ".", "[^x]"))
         else:
-            made = f"({self._alternatives(depth - 1)})"
+            symbol = f"({self._alternatives(depth - 1)})"
         if self._random.random() < 0.3:
-            made += self._random.choice(("*", "+", "?", "{0,2}", "{2}", "{1,}", "{0}", "{3,1}"))
-        return made
+            symbol += self._random.choice(("*", "+", "?", "{0,2}", "{2}", "{1,}", "{0}", "{3,1}"))
+        return symbol
 
 
 def test_random_grammars_that_pass_are_read(tmp_path: Path) -> None:

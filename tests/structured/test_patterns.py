@@ -112,15 +112,15 @@ def test_patterns_of_every_dialect(demo: lp.Model, case: tuple[str, list[str], l
 def test_look_ahead_reads_escapes(demo: lp.Model, pattern: str) -> None:
     rng = Random(3)
     factory = compile_guide(demo, json_schema={"type": "string", "pattern": pattern})
-    found = set()
+    outcomes = set()
     for _ in range(400):
         text = "".join(rng.choices('ab"\\\n\t\x01x1/', k=rng.randint(0, 5)))
         # "$" of Python also matches before a last newline.
         expected = bool(re.search(re.sub(r"\$$", r"\\Z", pattern), text))
         with factory.new() as guide:
             assert accepts(demo, guide, json.dumps(text)) == expected, text
-        found.add(expected)
-    assert found == {True, False}
+        outcomes.add(expected)
+    assert outcomes == {True, False}
 
 
 class PatternMaker:
@@ -173,7 +173,7 @@ def test_random_look_around_is_that_of_python(demo: lp.Model) -> None:
     rng, n_right, n_wrong = Random(5), 0, 0
     refusals: list[str] = []
 
-    def one() -> str:
+    def char() -> str:
         return rng.choice(["a", "b", "[ab]", "[^a]", r"\d", r"\w", "[a1-]"])
 
     def times() -> str:
@@ -182,15 +182,15 @@ def test_random_look_around_is_that_of_python(demo: lp.Model) -> None:
     for _ in range(300):
         ahead = rng.choice(["", f"(?{rng.choice('=!')}{rng.choice(['a', 'b', '[ab]', '-'])})"])
         behind = rng.choice(["", f"(?<{rng.choice('=!')}{rng.choice(['a', 'b', '[b1]', '-'])})"])
-        run = f"{ahead}{one()}{times()}{behind}"
+        run = f"{ahead}{char()}{times()}{behind}"
         pattern = rng.choice(
             [
                 f"^{run}$",
                 f"^(?:{run}b)*$",
-                f"^{one()}((?!{one()}{one()}){one()}){rng.choice(['*', '+', '{1,2}'])}$",
-                f"^{one()}(?:(?={one()}){one()}*b)?{one()}*$",
-                f"^(?:(?!^{one()}$){one()}+|b{one()})$",
-                f"^{one()}*(?<{rng.choice('=!')}{one()}b|1)$",
+                f"^{char()}((?!{char()}{char()}){char()}){rng.choice(['*', '+', '{1,2}'])}$",
+                f"^{char()}(?:(?={char()}){char()}*b)?{char()}*$",
+                f"^(?:(?!^{char()}$){char()}+|b{char()})$",
+                f"^{char()}*(?<{rng.choice('=!')}{char()}b|1)$",
             ]
         )
         try:

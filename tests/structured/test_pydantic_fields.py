@@ -170,8 +170,8 @@ SCHEMA_ONLY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[lp.Engine]:
-    with lp.Model.demo() as model, lp.Engine(model, n_ctx=512, n_seq_max=8) as made:
-        yield made
+    with lp.Model.demo() as model, lp.Engine(model, n_ctx=512, n_seq_max=8) as opened:
+        yield opened
 
 
 def test_there_are_sixty() -> None:

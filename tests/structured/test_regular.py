@@ -114,12 +114,12 @@ def test_the_same_texts_as_of_the_grammar(lark: str) -> None:
         for _ in range(rng.randrange(3)):
             at = rng.randrange(len(text) + 1)
             text[at : at + rng.randrange(2)] = rng.choice(["", "a", " ", "1", "\n", "+", '"'])
-        made = "".join(text)
-        taken = takes(lark, made)
+        changed = "".join(text)
+        taken = takes(lark, changed)
         n_taken += taken
-        followed = takes(f"start: %json {json.dumps(schema)}", json.dumps(made, ensure_ascii=False))
+        followed = takes(f"start: %json {json.dumps(schema)}", json.dumps(changed, ensure_ascii=False))
         # What is ignored may also stand at the beginning, as in Lark itself.
-        assert followed == taken or (followed and "%ignore" in lark and made.startswith(" ")), made
+        assert followed == taken or (followed and "%ignore" in lark and changed.startswith(" ")), changed
     assert 0 < n_taken < 40
 
 

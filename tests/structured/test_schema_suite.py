@@ -54,17 +54,17 @@ def groups(draft: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def orders(value: Any, most: int = 200) -> list[str]:
     """A value as compact JSON, with its members in every order."""
     if isinstance(value, dict):
-        found = []
+        written = []
         for members in itertools.permutations(value.items()):
-            for inner in itertools.product(*(orders(one, 20) for _, one in members)):
+            for inner in itertools.product(*(orders(member, 20) for _, member in members)):
                 names = [json.dumps(name, ensure_ascii=False) for name, _ in members]
                 pairs = zip(names, inner, strict=True)
-                found.append("{" + ",".join(f"{name}:{text}" for name, text in pairs) + "}")
-                if len(found) == most:
-                    return found
-        return found
+                written.append("{" + ",".join(f"{name}:{text}" for name, text in pairs) + "}")
+                if len(written) == most:
+                    return written
+        return written
     if isinstance(value, list):
-        lists = itertools.product(*(orders(one, 20) for one in value))
+        lists = itertools.product(*(orders(item, 20) for item in value))
         return ["[" + ",".join(texts) + "]" for texts in itertools.islice(lists, most)]
     return [json.dumps(value, ensure_ascii=False)]
 
@@ -94,7 +94,7 @@ def test_masks_agree_with_the_suite(
     differences: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     messages: list[str] = []
-    for file, group in (found for draft in DRAFTS for found in groups(draft)):
+    for file, group in (pair for draft in DRAFTS for pair in groups(draft)):
         n_schemas += 1
         caplog.clear()
         try:
@@ -113,7 +113,7 @@ def test_masks_agree_with_the_suite(
             why = cause(file, test["valid"], json.dumps(test["data"]), warnings)
             assert why is not None, (file, group["description"], test, group["schema"], warnings)
             differences[f"{'refused-valid' if test['valid'] else 'accepted-invalid'}: {why}"] += 1
-    strange = [one for one in messages if not POINTER.match(one) or _THEIRS.search(one)]
+    strange = [message for message in messages if not POINTER.match(message) or _THEIRS.search(message)]
     assert not strange, strange
     report = [f"{n_compiled} of {n_schemas} schemas compile; {n_instances} instances, of which differ:"]
     report += [f"  {n}: {why}" for why, n in differences.most_common()]
@@ -186,11 +186,11 @@ def _ordered(root: dict[str, Any], schemas: list[Any], value: Any) -> Any:
     waiting = list(schemas)
     while waiting and len(parts) < 300:
         part = waiting.pop(0)
-        if not isinstance(part, dict) or any(part is one for one in parts):
+        if not isinstance(part, dict) or any(part is known for known in parts):
             continue
         parts.append(part)
-        found = resolved(root, part.get("$ref"))
-        inner = [found[1]] if found else []
+        target = resolved(root, part.get("$ref"))
+        inner = [target[1]] if target else []
         inner += [member for key in ("allOf", "anyOf", "oneOf") for member in part.get(key, ())]
         waiting = inner + waiting
         waiting += [part[key] for key in ("then", "else") if key in part]
@@ -202,13 +202,13 @@ def _ordered(root: dict[str, Any], schemas: list[Any], value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     listed = [p["properties"] for p in parts if isinstance(p.get("properties"), dict)]
-    names = dict.fromkeys(name for one in listed for name in one)
+    names = dict.fromkeys(name for properties in listed for name in properties)
     names.update(
         dict.fromkeys(n for p in parts if isinstance(p.get("required"), list) for n in p["required"])
     )
     out = {}
     for name in [*(name for name in names if name in value), *(name for name in value if name not in names)]:
-        inner = [one[name] for one in listed if name in one]
+        inner = [properties[name] for properties in listed if name in properties]
         if not inner:
             inner = [
                 p["additionalProperties"] for p in parts if isinstance(p.get("additionalProperties"), dict)

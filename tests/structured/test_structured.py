@@ -144,8 +144,8 @@ def test_masks_of_a_schema_are_exact(small: lp.Model) -> None:
 
 def test_masks_of_a_lark_grammar_are_exact(small: lp.Model) -> None:
     factory = compile_guide(small, lark='start: "a" (B | "x"){1,2}\nB: /b+c/ & /.{2,3}/')
-    one = ["bc", "bbc", "x"]
-    language = {"a" + "".join(parts) for n in (1, 2) for parts in itertools.product(one, repeat=n)}
+    pieces = ["bc", "bbc", "x"]
+    language = {"a" + "".join(parts) for n in (1, 2) for parts in itertools.product(pieces, repeat=n)}
     for seed in range(8):
         with factory.new() as guide:
             check_against(language, guide, small, seed)
@@ -221,7 +221,7 @@ def test_how_many_of_some_tokens_may_follow(demo: lp.Model, pattern: str) -> Non
     rng = random.Random(1)
     text = demo.tokenize(" once upon a time, there was a little 7 girl. One day aaa 12", add_special=False)
     factory = compile_guide(demo, regex=pattern)
-    found = set()
+    counts = set()
     for _ in range(60):
         begin = rng.randrange(len(text))
         tokens = text[begin : begin + rng.randint(1, 9)] + rng.choices(
@@ -229,7 +229,7 @@ def test_how_many_of_some_tokens_may_follow(demo: lp.Model, pattern: str) -> Non
         )
         with factory.new() as guide, factory.new() as other:
             n = guide.n_allowed(tokens, 60.0)
-            found.add(n)
+            counts.add(n)
             for token in tokens[:n]:
                 other.accept(token)
             if n < len(tokens):
@@ -238,7 +238,7 @@ def test_how_many_of_some_tokens_may_follow(demo: lp.Model, pattern: str) -> Non
             assert len(list(guide.follow(tokens))) == n
             assert guide.n_allowed(tokens, 0.0) == min(n, 1)
             assert allowed_ids(guide, demo.n_vocab) == allowed_ids(factory.new(), demo.n_vocab)
-    assert len(found) > 1
+    assert len(counts) > 1
 
 
 # ---- compiling
@@ -253,10 +253,10 @@ def test_many_requests_compile_once(demo: lp.Model, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compiling._Compiler, "_compile", count)
     schema = {"type": "object", "properties": {"once": {"type": "integer"}}}
-    made: list[compiling.GuideFactory] = []
+    factories: list[compiling.GuideFactory] = []
     threads = [
         threading.Thread(
-            target=lambda: made.extend(compile_guide(demo, json_schema=dict(schema)) for _ in range(50))
+            target=lambda: factories.extend(compile_guide(demo, json_schema=dict(schema)) for _ in range(50))
         )
         for _ in range(4)
     ]
@@ -264,7 +264,7 @@ def test_many_requests_compile_once(demo: lp.Model, monkeypatch: pytest.MonkeyPa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 200 and n_compiled == 1
+    assert len(factories) == 200 and n_compiled == 1
 
 
 def test_guides_of_one_grammar_know_nothing_of_each_other(demo: lp.Model) -> None:
@@ -299,9 +299,9 @@ def test_a_vocabulary_keeps_only_the_grammars_used_last(
 
 
 def test_exactly_one_grammar(demo: lp.Model) -> None:
-    for given in ({}, {"regex": "a", "lark": 'start: "a"'}):
+    for options in ({}, {"regex": "a", "lark": 'start: "a"'}):
         with pytest.raises(ValueError, match="give one of json_schema, regex, lark and choice"):
-            compile_guide(demo, **given)
+            compile_guide(demo, **options)
 
 
 BAD = {
@@ -320,20 +320,20 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_compiled_says_why_and_where(demo: lp.Model, name: str) -> None:
-    given, message = BAD[name]
+    options, message = BAD[name]
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            compile_guide(demo, **given)
-        assert str(caught.value).startswith(next(iter(given)))
+            compile_guide(demo, **options)
+        assert str(caught.value).startswith(next(iter(options)))
         assert "no_forcing" not in str(caught.value) and "<state>" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "given", [{"regex": b"a"}, {"lark": 1}, {"json_schema": 3}, {"json_schema": {"a": {1}}}]
+    "options", [{"regex": b"a"}, {"lark": 1}, {"json_schema": 3}, {"json_schema": {"a": {1}}}]
 )
-def test_other_types_are_type_errors(demo: lp.Model, given: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match=next(iter(given))):
-        compile_guide(demo, **given)  # type: ignore[arg-type]
+def test_other_types_are_type_errors(demo: lp.Model, options: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=next(iter(options))):
+        compile_guide(demo, **options)  # type: ignore[arg-type]
 
 
 def test_without_llguidance_the_message_has_the_fix() -> None:

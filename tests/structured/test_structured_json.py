@@ -24,8 +24,8 @@ N_SCHEMAS = 200
 
 @pytest.fixture(scope="module")
 def context(demo: Model) -> Iterator[Context]:
-    with Context(demo, n_ctx=1024, n_threads=1) as made:
-        yield made
+    with Context(demo, n_ctx=1024, n_threads=1) as opened:
+        yield opened
 
 
 def some_sampler(model: Model, seed: int) -> Chain:

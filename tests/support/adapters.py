@@ -136,9 +136,11 @@ def dequantized(path: Path, model: Path) -> Path:
     document = Document.read(model)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(model)).tensors}
     for tensor in document.tensors:
-        given = tensors[tensor.name.decode()]
+        values = tensors[tensor.name.decode()]
         tensor.kind = 0
-        tensor.data = np.asarray(gguf.quants.dequantize(given.data, given.tensor_type), np.float32).tobytes()
+        tensor.data = np.asarray(
+            gguf.quants.dequantize(values.data, values.tensor_type), np.float32
+        ).tobytes()
     return document.write(path)
 
 

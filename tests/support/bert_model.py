@@ -53,8 +53,8 @@ class Bert:
         for i in range(self.n_layer):
             name = f"blk.{i}"
             q, k, v = (
-                self._linear(x, f"{name}.attn_{one}").reshape(n, self.n_head, width).transpose(1, 0, 2)
-                for one in "qkv"
+                self._linear(x, f"{name}.attn_{part}").reshape(n, self.n_head, width).transpose(1, 0, 2)
+                for part in "qkv"
             )
             scores = q @ k.transpose(0, 2, 1) / np.sqrt(width)
             scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -72,14 +72,14 @@ class Bert:
         return float(self._linear(inner, "cls.output")[0, 0])
 
     def _linear(self, x: Floats, name: str) -> Floats:
-        made: Floats = x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
-        return made
+        product: Floats = x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+        return product
 
     def _norm(self, x: Floats, name: str) -> Floats:
         centred = x - x.mean(-1, keepdims=True)
         scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self.epsilon)
-        made: Floats = scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
-        return made
+        normed: Floats = scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        return normed
 
 
 def bert_model(

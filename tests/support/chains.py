@@ -116,6 +116,6 @@ class Chain(SamplerChain):
 
 def request_chain(factory: SamplerFactory, request: Request) -> SamplerChain:
     """The sampler of a request that has neither a constraint nor a logits processor."""
-    made = factory.make(request)
-    assert isinstance(made, SamplerChain)
-    return made
+    chain = factory.make(request)
+    assert isinstance(chain, SamplerChain)
+    return chain

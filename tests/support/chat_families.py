@@ -97,7 +97,7 @@ PYTHON_TAG = replace(
     paris=f"<|python_tag|>{LLAMA.paris}",
     full=f"<|python_tag|>{LLAMA.full}",
     wrong_key=f"<|python_tag|>{LLAMA.wrong_key}",
-    broken=tuple(f"<|python_tag|>{one}" for one in LLAMA.broken),
+    broken=tuple(f"<|python_tag|>{text}" for text in LLAMA.broken),
 )
 MISTRAL_LIST = _of_json(
     '[TOOL_CALLS][{"name": "get_weather", "arguments": ',

@@ -37,8 +37,8 @@ def vllm_source() -> Path:
 
 
 def names() -> list[str]:
-    found = folder()
-    return [] if found is None else sorted(path.stem for path in found.glob("*.jinja"))
+    templates = folder()
+    return [] if templates is None else sorted(path.stem for path in templates.glob("*.jinja"))
 
 
 # Templates of formats that none of llama.cpp's shows.
@@ -76,10 +76,10 @@ def source_of(name: str) -> str:
     if name.startswith("vllm/"):
         path = vllm_source() / "examples" / f"tool_chat_template_{name[5:]}.jinja"
         return path.read_text(encoding="utf-8")
-    found = folder()
-    if found is None:
+    templates = folder()
+    if templates is None:
         pytest.skip("llama.cpp's source is not in the cache: run build_native.py")
-    return (found / f"{name}.jinja").read_text(encoding="utf-8")
+    return (templates / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @lru_cache
@@ -116,7 +116,9 @@ class ByteVocabulary:
 
     def __init__(self, specials: Sequence[str] = ()) -> None:
         self.specials = tuple(specials)
-        self.tokens = [bytes([i]) for i in range(256)] + [one.encode() for one in specials] + [b"<end>"]
+        self.tokens = (
+            [bytes([i]) for i in range(256)] + [special.encode() for special in specials] + [b"<end>"]
+        )
         self.special_token_ids = list(range(256, len(self.tokens)))
         self.eos_token_id = len(self.tokens) - 1
         self._native = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
@@ -129,12 +131,12 @@ class ByteVocabulary:
 
     def ids(self, text: str) -> list[int]:
         """The text's bytes, with markers as control tokens."""
-        found: list[int] = []
+        token_ids: list[int] = []
         parts = re.split("|".join(f"({re.escape(s)})" for s in self.specials) or r"(?!)", text)
         for part in filter(None, parts):
             special = self.special_id(part)
-            found += list(part.encode()) if special is None else [special]
-        return found
+            token_ids += list(part.encode()) if special is None else [special]
+        return token_ids
 
     def matcher(self, grammar: str) -> Any:
         """A matcher at the grammar's start; fails if the grammar cannot be compiled."""

@@ -20,13 +20,13 @@ PROMPTS = [[40 + i, 90, 60 + 3 * i, *range(50, 54 + 2 * i)] for i in range(7)]
 
 def params(max_tokens: int = 40, **options: Any) -> lp.SamplingParams:
     """Greedy, with drafts."""
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "temperature": 0,
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "speculate": "draft",
     }
-    return lp.SamplingParams(**given | options)
+    return lp.SamplingParams(**defaults | options)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, kind: type[DraftModel]) -> Drafts:
@@ -35,11 +35,11 @@ def watch(monkeypatch: pytest.MonkeyPatch, kind: type[DraftModel]) -> Drafts:
     draft = kind.draft
 
     def watched(self: Any, chosen: Mapping[Request, int], *worth: Worth) -> dict[Request, Sequence[int]]:
-        made = draft(self, chosen, *worth)
+        drafted = draft(self, chosen, *worth)
         for request in chosen:  # cells of drafted tokens come from drafted states
             assert self._context.seq_pos_max(request.slot) < len(request.tokens)
-        seen.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
-        return made
+        seen.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in drafted.items())
+        return drafted
 
     monkeypatch.setattr(kind, "draft", watched)
     return seen

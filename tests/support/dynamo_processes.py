@@ -90,8 +90,10 @@ class Cluster:
             models = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()
         except httpx.TransportError:
             return False
-        found = [one for one in health.get("instances", ()) if one["endpoint"] == "generate"]
-        return len(found) == n and any(model["id"] == "story" for model in models["data"])
+        instances = [
+            instance for instance in health.get("instances", ()) if instance["endpoint"] == "generate"
+        ]
+        return len(instances) == n and any(model["id"] == "story" for model in models["data"])
 
     def complete(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """The answer to a request that is not streamed."""

@@ -80,9 +80,9 @@ def eagle3_draft(
 
 def tensor(path: Path, name: str):  # type: ignore[no-untyped-def]
     """A tensor of a file, in float32."""
-    found = next(one for one in gguf.GGUFReader(path).tensors if one.name == name)
-    return gguf.quants.dequantize(found.data, found.tensor_type).reshape(
-        tuple(reversed(found.shape.tolist()))
+    values = next(entry for entry in gguf.GGUFReader(path).tensors if entry.name == name)
+    return gguf.quants.dequantize(values.data, values.tensor_type).reshape(
+        tuple(reversed(values.shape.tolist()))
     )
 
 

@@ -170,18 +170,18 @@ class EngineHarness:
 
     def restore(self, snapshot: bytes) -> Generation:
         """As an engine does."""
-        found = unpack(snapshot, self.layout(), N_VOCAB)
+        saved = unpack(snapshot, self.layout(), N_VOCAB)
         mailbox = ThreadMailbox(self.engine_thread.dispatcher)
-        n_generated = len(found.tokens) - found.n_prompt
+        n_generated = len(saved.tokens) - saved.n_prompt
         request = self.request(
             max_tokens=None,
-            tokens=found.tokens,
+            tokens=saved.tokens,
             token_budget=n_generated,
             n_generated=n_generated,
             resumable=True,
             sink=TokenSink(mailbox, piece, ()),
         )
-        self.engine_thread.call(self.engine_thread.loop.restore, request, found)
+        self.engine_thread.call(self.engine_thread.loop.restore, request, saved)
         return self.generation(request, mailbox)
 
     def cancel(self, request: Request) -> None:

@@ -120,26 +120,26 @@ class Grower:
 
     def _add(self) -> bool:
         document, reason = self.document, self.reason
-        if found := _ARRAY.search(reason):
-            document.put(found[1], ARRAY, [1, 0], BOOL if found[1].endswith("pattern") else U32)
+        if match := _ARRAY.search(reason):
+            document.put(match[1], ARRAY, [1, 0], BOOL if match[1].endswith("pattern") else U32)
             return True
-        if found := _KEY.search(reason):
-            return self._key(document, found[1])
-        if found := _TYPE.search(reason):
-            kind = _KINDS.get(found[2])
-            if found[2] == "arr":
-                document.put(found[1], ARRAY, [0] * N_LAYER, U32)
+        if match := _KEY.search(reason):
+            return self._key(document, match[1])
+        if match := _TYPE.search(reason):
+            kind = _KINDS.get(match[2])
+            if match[2] == "arr":
+                document.put(match[1], ARRAY, [0] * N_LAYER, U32)
             elif kind is not None:
-                document.put(found[1], kind, {F32: 1.0, STRING: b"silu"}.get(kind, 1))
-            return found[2] == "arr" or kind is not None
-        if found := _LENGTH.search(reason):
-            entry = document.entry(found[1])
-            entry.value = [*entry.value, *[0] * int(found[2])][: int(found[2])]
+                document.put(match[1], kind, {F32: 1.0, STRING: b"silu"}.get(kind, 1))
+            return match[2] == "arr" or kind is not None
+        if match := _LENGTH.search(reason):
+            entry = document.entry(match[1])
+            entry.value = [*entry.value, *[0] * int(match[2])][: int(match[2])]
             return True
-        if found := _SHAPE.search(reason):
-            return self._shape(found[1], [int(text) for text in found[2].split(",")])
-        if found := _TENSOR.search(reason):
-            return self._tensor(found[1] or found[2])
+        if match := _SHAPE.search(reason):
+            return self._shape(match[1], [int(text) for text in match[2].split(",")])
+        if match := _TENSOR.search(reason):
+            return self._tensor(match[1] or match[2])
         return any(re.search(pattern, reason) and self._fix(fixes) for pattern, fixes in FIXES.items())
 
     def _tensor(self, name: str) -> bool:
@@ -147,9 +147,9 @@ class Grower:
             return False
         match = _ATTENTION.fullmatch(name)
         rows = {"qkv": 3 * N_EMBD, "gate": N_HEAD}.get(match[1], N_EMBD) if match else 0
-        for one in self._names(name):
+        for full_name in self._names(name):
             self._add_tensor(
-                one, [1] if match is None else [N_EMBD, rows] if match[2] == "weight" else [rows]
+                full_name, [1] if match is None else [N_EMBD, rows] if match[2] == "weight" else [rows]
             )
         return True
 
@@ -189,7 +189,7 @@ class Grower:
     def _shape(self, name: str, dims: list[int]) -> bool:
         while len(dims) > 1 and dims[-1] == 1:
             dims.pop()
-        names = [one.encode() for one in self._names(name)]
+        names = [full_name.encode() for full_name in self._names(name)]
         tensors = [tensor for tensor in self.document.tensors if tensor.name in names]
         changed = any(tensor.dims != dims for tensor in tensors)
         for tensor in tensors:

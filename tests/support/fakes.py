@@ -72,19 +72,19 @@ def continuation(
 
     ``n_keep``: a full sequence keeps so many tokens and the newer half of the others; None: it ends.
     """
-    whole, made = list(tokens), list[int]()
-    while len(made) < max_tokens and len(whole) < n_ctx:
+    whole, generated = list(tokens), list[int]()
+    while len(generated) < max_tokens and len(whole) < n_ctx:
         token = next_token(whole, n_vocab, adapters)
         if token in stop:
-            return made, "stop"
+            return generated, "stop"
         whole.append(token)
-        made.append(token)
+        generated.append(token)
         if len(whole) == n_ctx and n_keep is not None:
             n_dropped = (n_ctx - n_keep) // 2
             del whole[n_keep : n_keep + n_dropped]
             if isinstance(adapters, Switch) and adapters.begin > n_keep:
                 adapters = adapters._replace(begin=max(adapters.begin - n_dropped, n_keep))
-    return made, "length"
+    return generated, "length"
 
 
 def score_of(said: int, target: int, n_top: int, n_vocab: int = N_VOCAB) -> TokenScore:
@@ -249,7 +249,8 @@ class FakeContext:
                 case Discard(slot, position):
                     last = self.launches[-2:]  # with micro-batches another step follows at once
                     assert any(
-                        (slot, position) in set(zip(one.seq_ids, one.positions, strict=True)) for one in last
+                        (slot, position) in set(zip(launch.seq_ids, launch.positions, strict=True))
+                        for launch in last
                     )
                     done = self._remove(slot, position, is_guess=True)
                 case Keep(slot, n):
@@ -388,11 +389,11 @@ class FakeContext:
         cells = self.sequences[seq_id]
         assert cells, f"sequence {seq_id} is empty"
         assert seq_id not in self._unrotated, f"sequence {seq_id} is saved before its keys are rotated"
-        found = FakeSaved(cells.copy(), self._window_begin(seq_id), only_state)
-        if found.n_bytes > max_bytes or self.refuses_saves:
+        saved = FakeSaved(cells.copy(), self._window_begin(seq_id), only_state)
+        if saved.n_bytes > max_bytes or self.refuses_saves:
             return None
-        self.saved.append(found)
-        return found
+        self.saved.append(saved)
+        return saved
 
     def read_cells(self, seq_id: int) -> bytes | None:
         saved = self.copy_cells(seq_id)

@@ -48,8 +48,8 @@ class PoolServer(_Server):
 
     def states(self) -> dict[str, str]:
         """The models' states, by their first names."""
-        found = self.client.get("/v1/models").json()["data"]
-        return {one["id"]: one["status"]["value"] for one in found if "root" not in one}
+        models = self.client.get("/v1/models").json()["data"]
+        return {model["id"]: model["status"]["value"] for model in models if "root" not in model}
 
     def loaded(self) -> list[str]:
         """The models that are loaded."""
@@ -91,14 +91,14 @@ class WorkerServer(_Server):
 
     def workers(self, state: str = "ready") -> list[WorkerState]:
         """The workers in a state."""
-        found = []
+        workers = []
         for name, value in self.values().items():
             if name.startswith("llamapipe_worker_connections{"):
                 labels = dict(re.findall(r'(\w+)="([^"]*)"', name))
-                found.append(
+                workers.append(
                     WorkerState(int(labels["worker"]), int(labels["pid"]), labels["state"], int(value))
                 )
-        return sorted(one for one in found if one.state == state)
+        return sorted(worker for worker in workers if worker.state == state)
 
     def pids(self) -> list[int]:
         """The numbers of the processes that are ready."""

@@ -102,12 +102,12 @@ class Starter:
     @contextmanager
     def __call__(self, host: str = "127.0.0.1", **settings: Any) -> Iterator[Served]:
         """A server with these settings."""
-        made = ServerSettings(**{"model_names": ("demo",), **settings})
+        server_settings = ServerSettings(**{"model_names": ("demo",), **settings})
         if self.kind == "front":
-            with _Front(host, made, self._options) as front:
+            with _Front(host, server_settings, self._options) as front:
                 yield front
         else:
-            with serve(self._engine, host, settings=made) as server:
+            with serve(self._engine, host, settings=server_settings) as server:
                 yield _Alone(server, self._engine)
 
     def application(self) -> Starlette:

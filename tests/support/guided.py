@@ -25,8 +25,8 @@ def accepts(model: Model, guide: Guide, text: str) -> bool:
     """Return whether a guide at its start allows the bytes of a text one by one, and then the end."""
     byte = _byte_tokens(model)
     try:
-        for one in text.encode():
-            guide.accept(byte[one])
+        for value in text.encode():
+            guide.accept(byte[value])
     except DecodeError:
         return False
     return guide.may_end

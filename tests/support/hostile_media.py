@@ -121,8 +121,8 @@ def _riff(chunks: bytes) -> bytes:
 
 
 def _webp_frames() -> bytes:
-    one = _small("WEBP", lossless=True)[12:]
-    frame = bytes(6) + (47).to_bytes(3, "little") + (31).to_bytes(3, "little") + bytes(4) + one
+    still = _small("WEBP", lossless=True)[12:]
+    frame = bytes(6) + (47).to_bytes(3, "little") + (31).to_bytes(3, "little") + bytes(4) + still
     chunk = b"ANMF" + struct.pack("<I", len(frame)) + frame + b"\0" * (len(frame) % 2)
     head = b"VP8X" + struct.pack("<I", 10) + bytes([2, 0, 0, 0, 47, 0, 0, 31, 0, 0])
     return _riff(head + b"ANIM" + struct.pack("<I", 6) + bytes(6) + chunk * 2000)

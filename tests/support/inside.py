@@ -48,9 +48,9 @@ def loop_of(engine: lp.Engine) -> EngineLoop:
 
 def disk_cache_of(engine: lp.Engine) -> DiskCache:
     """The prefix cache of an engine with ``cache_dir`` on disk."""
-    found = loop_of(engine)._disk
-    assert found is not None
-    return found
+    cache = loop_of(engine)._disk
+    assert cache is not None
+    return cache
 
 
 def inbox_of(engine: lp.Engine) -> Inbox:

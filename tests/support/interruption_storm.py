@@ -160,13 +160,13 @@ def main() -> None:
             def check(name: str) -> None:
                 while not ended.is_set():
                     try:
-                        found = engine.generate(_PROMPT, _PARAMS).token_ids
+                        token_ids = engine.generate(_PROMPT, _PARAMS).token_ids
                     except BaseException as e:
                         wrong.append(e)
                         return
                     checked[name] += 1
-                    if found != expected:
-                        wrong.append(found)
+                    if token_ids != expected:
+                        wrong.append(token_ids)
 
             checkers = [threading.Thread(target=check, args=(name,)) for name in "ab"]
             for checker in checkers:

@@ -45,9 +45,9 @@ class Index:
 
     @property
     def prefixes(self) -> set[Prefix]:
-        found = set(self.blocks.values())
-        assert len(found) == len(self.blocks), "two hashes for one prefix"
-        return found
+        prefixes = set(self.blocks.values())
+        assert len(prefixes) == len(self.blocks), "two hashes for one prefix"
+        return prefixes
 
 
 class Subscriber:
@@ -66,13 +66,13 @@ class Subscriber:
             self._replay = self._socket(zmq.DEALER, options.replay_endpoint)
 
     def _socket(self, kind: int, address: str) -> Any:
-        made = self._context.socket(kind)
-        made.linger = 0
-        made.rcvtimeo = int(PATIENCE_S * 1000)
+        endpoint = self._context.socket(kind)
+        endpoint.linger = 0
+        endpoint.rcvtimeo = int(PATIENCE_S * 1000)
         if kind == zmq.SUB:
-            made.subscribe(self._topic)
-        made.connect(address)
-        return made
+            endpoint.subscribe(self._topic)
+        endpoint.connect(address)
+        return endpoint
 
     def __enter__(self) -> Subscriber:
         return self

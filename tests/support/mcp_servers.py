@@ -161,10 +161,10 @@ def _send(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
     if sys.argv[1] == "good":
-        good(given)
+        good(folder)
     elif sys.argv[1] == "http":
-        good(given, transport="streamable-http", host="127.0.0.1", port=int(sys.argv[3]))
+        good(folder, transport="streamable-http", host="127.0.0.1", port=int(sys.argv[3]))
     else:
-        bad(sys.argv[1], given)
+        bad(sys.argv[1], folder)

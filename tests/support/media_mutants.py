@@ -47,28 +47,28 @@ def saved(kind: str, image: Image.Image, **options: object) -> bytes:
 def whole() -> dict[str, bytes]:
     """Files by name; those of sounds begin with ``sound``. What we do not read has its head only."""
     images = [Image.fromarray(picture(48 - 8 * i, 32, i)) for i in range(3)]
-    one, same = images[0], [Image.fromarray(picture(48, 32, i)) for i in range(4)]
+    still, same = images[0], [Image.fromarray(picture(48, 32, i)) for i in range(4)]
     turned = Image.Exif()
     turned[0x0112] = 6
     mpeg = bytes.fromhex("fffb9064") + bytes(413)
     flac = b"fLaC" + bytes.fromhex("80000022100010000000000000000ac442f000000000") + bytes(16)
     return {
-        "png": saved("PNG", one),
-        "png of 1 bit": saved("PNG", one.convert("1")),
-        "png with a palette": saved("PNG", one.convert("P"), transparency=3),
+        "png": saved("PNG", still),
+        "png of 1 bit": saved("PNG", still.convert("1")),
+        "png with a palette": saved("PNG", still.convert("P"), transparency=3),
         "png of 16 bits": saved("PNG", Image.fromarray(picture(48, 32)[:, :, 0].astype(np.uint16) * 257)),
-        "png with alpha": saved("PNG", one.convert("RGBA")),
+        "png with alpha": saved("PNG", still.convert("RGBA")),
         "apng": saved("PNG", same[0], save_all=True, append_images=same[1:]),
-        "jpeg": saved("JPEG", one, exif=turned),
-        "jpeg, progressive": saved("JPEG", one, progressive=True),
-        "jpeg of 4 colours": saved("JPEG", one.convert("CMYK")),
-        "gif": saved("GIF", one.convert("P")),
+        "jpeg": saved("JPEG", still, exif=turned),
+        "jpeg, progressive": saved("JPEG", still, progressive=True),
+        "jpeg of 4 colours": saved("JPEG", still.convert("CMYK")),
+        "gif": saved("GIF", still.convert("P")),
         "gif that moves": saved("GIF", same[0], save_all=True, append_images=same[1:], duration=20, loop=0),
-        "webp": saved("WEBP", one),
-        "webp without loss": saved("WEBP", one.convert("RGBA"), lossless=True),
+        "webp": saved("WEBP", still),
+        "webp without loss": saved("WEBP", still.convert("RGBA"), lossless=True),
         "webp that moves": saved("WEBP", same[0], save_all=True, append_images=same[1:]),
-        "bmp": saved("BMP", one),
-        "bmp with a palette": saved("BMP", one.convert("P")),
+        "bmp": saved("BMP", still),
+        "bmp with a palette": saved("BMP", still.convert("P")),
         "sound of 8 bits": wav(8),
         "sound of 16 bits": wav(16, 2, 8000),
         "sound of 24 bits": wav(24, 1, 44100),
@@ -129,10 +129,10 @@ def _change(data: bytearray, chance: random.Random) -> None:
 
 def _with_sums(data: bytearray) -> bytearray:
     """A PNG whose chunks have the right sums, so that damage is not found by these."""
-    made = data[:8]
+    fixed = data[:8]
     for kind, body in _chunks(data):
-        made += chunk(kind, body)
-    return made
+        fixed += chunk(kind, body)
+    return fixed
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

@@ -19,7 +19,7 @@ Told = list[
 
 def mixed_requests(n: int, tokens: Sequence[int], n_shared: int, n_most: int = 24) -> list[Job]:
     """Prompts of some of the tokens, a third of which begin alike, for at most so many tokens each."""
-    made, rng = [], random.Random(5)
+    jobs, rng = [], random.Random(5)
     shared = rng.choices(tokens, k=n_shared)
     for i in range(n):
         own = rng.choices(tokens, k=rng.choice([1, 3, 40, 110]))
@@ -27,8 +27,8 @@ def mixed_requests(n: int, tokens: Sequence[int], n_shared: int, n_most: int = 2
         params = lp.SamplingParams(
             max_tokens=rng.randrange(4, n_most), temperature=1.2, seed=i, logprobs=1, ignore_eos=True
         )
-        made.append((prompt, params))
-    return made
+        jobs.append((prompt, params))
+    return jobs
 
 
 def told_alone(model: lp.Model, jobs: list[Job], **options: Any) -> list[Told]:

@@ -40,23 +40,23 @@ _NUMBERS = (0, 1, 2, 3, 5, 7, 31, 33, 255, 1000, 2**16, 2**31 - 1, 2**31, 2**32 
 
 def mutant(data: bytes, head: int, chance: random.Random) -> bytes:
     """A copy with one to three changes, most of them in the first ``head`` bytes."""
-    made = bytearray(data)
+    changed = bytearray(data)
     for _ in range(chance.randint(1, 3)):
-        end = head if chance.random() < 0.9 else len(made)
+        end = head if chance.random() < 0.9 else len(changed)
         i = chance.randrange(24, end - 8)
         kind = chance.randrange(5)
         if kind == 0:
-            made[i] ^= 1 << chance.randrange(8)
+            changed[i] ^= 1 << chance.randrange(8)
         elif kind == 1:
-            made[i : i + 4] = struct.pack("<I", chance.choice(_NUMBERS))
+            changed[i : i + 4] = struct.pack("<I", chance.choice(_NUMBERS))
         elif kind == 2:
-            made[i : i + 8] = struct.pack("<Q", chance.choice(_NUMBERS))
+            changed[i : i + 8] = struct.pack("<Q", chance.choice(_NUMBERS))
         elif kind == 3:  # a number that is there, a little larger or smaller
-            (value,) = struct.unpack_from("<I", made, i)
-            made[i : i + 4] = struct.pack("<I", (value + chance.choice((-1, 1, 8, -8))) % 2**32)
+            (value,) = struct.unpack_from("<I", changed, i)
+            changed[i : i + 4] = struct.pack("<I", (value + chance.choice((-1, 1, 8, -8))) % 2**32)
         else:
-            made[i] = chance.randrange(256)
-    return bytes(made)
+            changed[i] = chance.randrange(256)
+    return bytes(changed)
 
 
 def main(folder: Path, kind: str, first: int, n: int) -> None:
@@ -78,23 +78,23 @@ def main(folder: Path, kind: str, first: int, n: int) -> None:
             path.unlink(missing_ok=True)
             path.write_bytes(mutant(data, head, random.Random(number)))
             try:
-                made = Projector(native(), model, model.handle, check_mmproj(path), False)
-                made.open()
+                projector = Projector(native(), model, model.handle, check_mmproj(path), False)
+                projector.open()
             except LlamapipeError:
                 continue
             n_loaded += 1
             try:
                 image, sound = picture(200, 120), picture(8000, 1)[0, :, 0].astype("f4") / 256
-                for one in (Given("image", image, "image"), Given("sound", sound, "sound", 16000)):
-                    if made.sees if one.kind == "image" else made.hears:
-                        for part in made.media(one).parts:
+                for media in (Given("image", image, "image"), Given("sound", sound, "sound", 16000)):
+                    if projector.sees if media.kind == "image" else projector.hears:
+                        for part in projector.media(media).parts:
                             if isinstance(part, MediaChunk):
-                                made.encode(part, 1)
+                                projector.encode(part, 1)
                                 n_encoded += 1
             except LlamapipeError:
                 continue
             finally:
-                made.close()
+                projector.close()
     sys.stdout.write(f"loaded {n_loaded} encoded {n_encoded}\n")
 
 

@@ -76,9 +76,11 @@ class Reference:
         lib, ffi = self._lib, self._native.ffi
         bitmaps = (_P * len(media))(*map(self._bitmap, media))
         encoded = text.encode()
-        given = _Text(encoded, len(encoded), True, True)
+        input_text = _Text(encoded, len(encoded), True, True)
         chunks = _P(lib.mtmd_input_chunks_init())
-        assert lib.mtmd_tokenize(_P(self._media), chunks, ctypes.byref(given), bitmaps, _N(len(media))) == 0
+        assert (
+            lib.mtmd_tokenize(_P(self._media), chunks, ctypes.byref(input_text), bitmaps, _N(len(media))) == 0
+        )
         n = sum(
             lib.mtmd_input_chunk_get_n_tokens(_P(lib.mtmd_input_chunks_get(chunks, _N(i))))
             for i in range(lib.mtmd_input_chunks_size(chunks))
@@ -114,10 +116,10 @@ class Reference:
     def _bitmap(self, media: Array) -> int | None:
         if media.ndim == 3:
             height, width, _ = media.shape
-            made: int | None = self._lib.mtmd_bitmap_init(
+            bitmap: int | None = self._lib.mtmd_bitmap_init(
                 ctypes.c_uint32(width), ctypes.c_uint32(height), media.ctypes.data_as(_P)
             )
-            return made
+            return bitmap
         sound: int | None = self._lib.mtmd_bitmap_init_from_audio(_N(len(media)), media.ctypes.data_as(_P))
         return sound
 

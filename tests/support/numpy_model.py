@@ -49,8 +49,8 @@ class GgufWeights:
         return gguf.quants.dequantize(tensor.data[list(ids)], tensor.tensor_type).astype(np.float32)
 
     def linear(self, x: Floats, name: str) -> Floats:
-        made: Floats = x @ self[f"{name}.weight"].T
-        return made + self[f"{name}.bias"] if f"{name}.bias" in self else made
+        product: Floats = x @ self[f"{name}.weight"].T
+        return product + self[f"{name}.bias"] if f"{name}.bias" in self else product
 
 
 @lru_cache(maxsize=1)
@@ -80,8 +80,8 @@ def logprobs(
     side_by_side = w.architecture == "llama"
 
     def norm(x: Floats, name: str) -> Floats:
-        made: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * w[f"{name}.weight"]
-        return made
+        normed: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * w[f"{name}.weight"]
+        return normed
 
     x = w.rows("token_embd.weight", tokens) * np.float32(sqrt(n_embd) if is_gemma else 1)
     for i in range(w.field("block_count")):
@@ -120,16 +120,16 @@ def embedding(path: Path, tokens: Sequence[int]) -> Floats:
     w = opened(path)
     sizes = w.field("block_count"), w.field("attention.head_count"), w.field("attention.layer_norm_epsilon")
     mean = Bert(w, *sizes).hidden(tokens).mean(0)
-    made: Floats = mean / np.linalg.norm(mean)
-    return made
+    unit: Floats = mean / np.linalg.norm(mean)
+    return unit
 
 
 def _attention(q: Floats, k: Floats, v: Floats, hidden: npt.NDArray[np.bool_]) -> Floats:
     scores = q @ k.transpose(0, 2, 1) / np.float32(sqrt(q.shape[-1]))
     scores = np.where(hidden, -np.inf, scores)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
-    made: Floats = (scores / scores.sum(-1, keepdims=True)) @ v
-    return made
+    attended: Floats = (scores / scores.sum(-1, keepdims=True)) @ v
+    return attended
 
 
 def _frequencies(
@@ -164,12 +164,12 @@ def _rotated(x: Floats, frequencies: npt.NDArray[np.float64], side_by_side: bool
             slice(width // 2, None),
         )
     )
-    made = np.empty_like(x)
-    made[..., first] = x[..., first] * cos - x[..., second] * sin
-    made[..., second] = x[..., first] * sin + x[..., second] * cos
-    return made
+    rotated = np.empty_like(x)
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., first] * sin + x[..., second] * cos
+    return rotated
 
 
 def _gelu_tanh(x: Floats) -> Floats:
-    made: Floats = 0.5 * x * (1 + np.tanh(np.float32(sqrt(2 / np.pi)) * (x + 0.044715 * x**3)))
-    return made
+    activated: Floats = 0.5 * x * (1 + np.tanh(np.float32(sqrt(2 / np.pi)) * (x + 0.044715 * x**3)))
+    return activated

@@ -74,8 +74,8 @@ def vllm_outcomes() -> Iterator[Outcome]:
 @lru_cache
 def vocabulary_of(name: str) -> ByteVocabulary:
     """Bytes, and what the template writes in the manner of control tokens."""
-    found = set(_CONTROL.findall(source_of(name)))
-    return ByteVocabulary(sorted(one for one in found if len(segments(one)) == 1))
+    controls = set(_CONTROL.findall(source_of(name)))
+    return ByteVocabulary(sorted(control for control in controls if len(segments(control)) == 1))
 
 
 @lru_cache
@@ -100,13 +100,17 @@ def _outcomes(case: PeerCase) -> Iterator[Outcome]:
         if case.tools and not form.supports_tools:
             raise InvalidRequestError("the template has no tool format")
         tail = _tail(case, form)
-        found = {answer: parts for parts in _cuts(case.text) if (answer := _answer(case, form, tail, parts))}
+        answers = {
+            answer: parts for parts in _cuts(case.text) if (answer := _answer(case, form, tail, parts))
+        }
     except InvalidRequestError as error:
         yield Outcome(case, "read", REFUSED, str(error))
         return
-    first = next(iter(found))
-    if len(found) > 1:
-        yield Outcome(case, "read", UNSTABLE, "\n".join(f"{parts}: {one}" for one, parts in found.items()))
+    first = next(iter(answers))
+    if len(answers) > 1:
+        yield Outcome(
+            case, "read", UNSTABLE, "\n".join(f"{parts}: {answer}" for answer, parts in answers.items())
+        )
     else:
         expected = _expected(case, json.loads(first))
         same = json.loads(first) == expected
@@ -169,17 +173,17 @@ def _answer(case: PeerCase, form: ChatFormat, tail: str, parts: Sequence[str]) -
     return json.dumps([answer.content.strip(), answer.reasoning.strip(), calls])
 
 
-def _expected(case: PeerCase, found: list[Any]) -> list[Any]:
+def _expected(case: PeerCase, answer: list[Any]) -> list[Any]:
     """What the case expects, as ``_answer`` writes it: without what the continued message holds already."""
     before = case.messages[-1] if case.continues else {}
-    content = found[0] if case.any_content else case.content.removeprefix(before.get("content", ""))
+    content = answer[0] if case.any_content else case.content.removeprefix(before.get("content", ""))
     reasoning = case.reasoning.removeprefix(before.get("reasoning_content", ""))
     calls = []
     for i, (name, arguments, id_) in enumerate(case.calls):
         if case.is_partial:
-            calls.append([name, None, found[2][i][2] if i < len(found[2]) else ""])
+            calls.append([name, None, answer[2][i][2] if i < len(answer[2]) else ""])
             continue
-        ours = found[2][i][2] if i < len(found[2]) and not id_ else id_
+        ours = answer[2][i][2] if i < len(answer[2]) and not id_ else id_
         calls.append([name, json.loads(arguments or "{}"), ours])
     return [content.strip(), reasoning.strip(), calls]
 
@@ -216,28 +220,30 @@ class Differences:
         """The verdict on each case of the list, by its name without the line."""
         return {_key(name): verdict for cases in self.reasons.values() for verdict, name in cases}
 
-    def faults(self, found: Sequence[Outcome]) -> list[str]:
+    def faults(self, results: Sequence[Outcome]) -> list[str]:
         """Where outcomes and list differ: what became worse, what became better, and what is there no more."""
         listed = self.verdicts()
         texts = []
-        for one in found:
-            known = listed.get(_key(one.name), RIGHT if one.kind == "read" else ALLOWED)
-            if one.verdict != known and (one.differs or _key(one.name) in listed):
-                texts.append(f"{one.name} is {one.verdict}, listed as {known}\n{one.detail}")
-        here = {_key(one.name) for one in found}
+        for outcome in results:
+            known = listed.get(_key(outcome.name), RIGHT if outcome.kind == "read" else ALLOWED)
+            if outcome.verdict != known and (outcome.differs or _key(outcome.name) in listed):
+                texts.append(f"{outcome.name} is {outcome.verdict}, listed as {known}\n{outcome.detail}")
+        here = {_key(outcome.name) for outcome in results}
         texts += [f"{key} is listed, but there is no such case" for key in listed if key not in here]
         return texts
 
-    def renewed(self, found: Sequence[Outcome]) -> str:
+    def renewed(self, results: Sequence[Outcome]) -> str:
         """The list as it has to be after these outcomes. Reasons are kept; what is new has none yet."""
         reason_of = {_key(name): why for why, cases in self.reasons.items() for _, name in cases}
         lines: dict[str, list[str]] = {why: [] for why in [UNEXPLAINED, *self.reasons]}
-        for one in found:
-            if one.differs:
-                lines[reason_of.get(_key(one.name), UNEXPLAINED)].append(f"{one.verdict} {one.name}")
+        for outcome in results:
+            if outcome.differs:
+                lines[reason_of.get(_key(outcome.name), UNEXPLAINED)].append(
+                    f"{outcome.verdict} {outcome.name}"
+                )
         parts = [self.head]
         parts += [
-            f"- {why}\n" + "".join(f"{one}\n" for one in cases) for why, cases in lines.items() if cases
+            f"- {why}\n" + "".join(f"{case}\n" for case in cases) for why, cases in lines.items() if cases
         ]
         return "\n".join(parts)
 
@@ -247,11 +253,13 @@ def _key(name: str) -> str:
     return f"{kind} {template_} {key}"
 
 
-def table(found: Sequence[Outcome]) -> str:
+def table(results: Sequence[Outcome]) -> str:
     """A line for each template: how many of its cases are right, wrong, refused, and allowed by the grammar."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in found:
-        counts[one.case.template][one.verdict if one.kind == "read" else f"{one.kind} {one.verdict}"] += 1
+    for outcome in results:
+        counts[outcome.case.template][
+            outcome.verdict if outcome.kind == "read" else f"{outcome.kind} {outcome.verdict}"
+        ] += 1
     columns = (RIGHT, WRONG, REFUSED, UNSTABLE, "grammar allowed", "grammar forbidden", "grammar refused")
     total: Counter[str] = sum(counts.values(), Counter())
     lines = [f"{'template':52}" + "".join(f"{column:>18}" for column in columns)]
@@ -267,13 +275,13 @@ def main() -> None:
     """
     wanted = sys.argv[1:]
     path = VLLM_LIST if "--vllm" in wanted else LIST
-    found = list(vllm_outcomes() if "--vllm" in wanted else outcomes(llama_cpp_cases()))
+    results = list(vllm_outcomes() if "--vllm" in wanted else outcomes(llama_cpp_cases()))
     if "--write" in wanted:
-        path.write_text(Differences(path.read_text(encoding="utf-8")).renewed(found), encoding="utf-8")
-    for one in found:
-        if one.differs and (any(name in one.case.template for name in wanted) or "all" in wanted):
-            sys.stdout.write(f"{one.name} {one.verdict}\n{one.case.text!r}\n{one.detail}\n\n")
-    sys.stdout.write(f"{table(found)}\n")
+        path.write_text(Differences(path.read_text(encoding="utf-8")).renewed(results), encoding="utf-8")
+    for outcome in results:
+        if outcome.differs and (any(name in outcome.case.template for name in wanted) or "all" in wanted):
+            sys.stdout.write(f"{outcome.name} {outcome.verdict}\n{outcome.case.text!r}\n{outcome.detail}\n\n")
+    sys.stdout.write(f"{table(results)}\n")
 
 
 if __name__ == "__main__":

@@ -36,12 +36,14 @@ def applied(address: str, conversation: dict[str, Any]) -> str | None:
 
 
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     servers = []
-    for name, template in given["templates"].items():
-        servers.append(serve(given["model"], template))
+    for name, template in request["templates"].items():
+        servers.append(serve(request["model"], template))
         address = servers[-1].listening_address
-        made = {key: applied(address, one) for key, one in given["conversations"].items()}
-        print(json.dumps({name: made}))  # noqa: T201
+        prompts = {
+            key: applied(address, conversation) for key, conversation in request["conversations"].items()
+        }
+        print(json.dumps({name: prompts}))  # noqa: T201
     sys.stdout.flush()
     os._exit(0)

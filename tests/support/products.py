@@ -87,7 +87,7 @@ class Product:
             self.ids = np.ascontiguousarray(self.ids, np.int32)
             keep[1] = ffi.cast("int32_t *", self.ids.ctypes.data)
         form = lib.LP_WEIGHTS_PACKED if is_ours and self.kind not in FLOATS else lib.LP_WEIGHTS_OF_FILES
-        given = {
+        fields = {
             "type": NUMBERS[self.kind],
             "n_columns": n_columns,
             "n_rows": n_rows,
@@ -107,7 +107,7 @@ class Product:
             "n_threads": n_threads or self.n_threads,
             "n_times": 2,
         }
-        if lib.lp_product_compute(ffi.new("lp_product *", given), _floats(out)) != 0:
+        if lib.lp_product_compute(ffi.new("lp_product *", fields), _floats(out)) != 0:
             raise RuntimeError(last_error(native()))
         return out
 

@@ -41,10 +41,10 @@ class Program(NamedTuple):
 
 def programs() -> list[Program]:
     """Every Python block of every page."""
-    found: list[Program] = []
+    blocks: list[Program] = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, block.start()) + 2
-            found.append(Program(page.relative_to(ROOT).as_posix(), line, block[1]))
-    return found
+            blocks.append(Program(page.relative_to(ROOT).as_posix(), line, block[1]))
+    return blocks

@@ -69,17 +69,17 @@ class _NotConstant(Exception):  # noqa: N818  (not an error: the test computes i
 
 def read_python_cases(source: Path) -> list[PeerCase]:
     """The cases below the folder of vLLM's source, each once. Raises ValueError if too few can be read."""
-    found: dict[str, PeerCase] = {}
+    cases: dict[str, PeerCase] = {}
     for folder, end in (("tool_parsers", "_tool_parser"), ("reasoning", "_reasoning_parser")):
         for path in sorted((source / "tests" / folder).glob(f"test_*{end}.py")):
             name = path.stem.removeprefix("test_").removesuffix(end)
             template = TEMPLATES.get(name)
             if template is not None and f"{folder}/{name}" not in _WITHOUT_TEMPLATE:
                 for case in _Module(path, template).cases():
-                    found.setdefault(case.key, case)
-    if len(found) < _LEAST:
-        raise ValueError(f"{len(found)} cases of vLLM were read, of at least {_LEAST}")
-    return list(found.values())
+                    cases.setdefault(case.key, case)
+    if len(cases) < _LEAST:
+        raise ValueError(f"{len(cases)} cases of vLLM were read, of at least {_LEAST}")
+    return list(cases.values())
 
 
 def _tools(calls: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
@@ -163,9 +163,9 @@ class _Module:
 
     def _parameters(self, node: ast.Call) -> Iterator[PeerCase]:
         """The cases of a test with parameters."""
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords}
         names, values = (
-            given.get(key, node.args[i] if i < len(node.args) else None)
+            arguments.get(key, node.args[i] if i < len(node.args) else None)
             for i, key in enumerate(("argnames", "argvalues"))
         )
         if isinstance(values, ast.Name):
@@ -176,7 +176,7 @@ class _Module:
             named = self._value(names)
         except _NotConstant:
             return
-        named = [one.strip() for one in named.split(",")] if isinstance(named, str) else list(named)
+        named = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
         for row in values.elts:
             try:
                 case = dict(zip(named, self._value(row), strict=False))
@@ -198,20 +198,20 @@ class _Module:
 
     def _configured(self, node: ast.Call) -> Iterator[PeerCase]:
         """The cases of a suite that many parsers share."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for keyword in node.keywords:
             try:
-                found[keyword.arg or ""] = self._value(keyword.value)
+                settings[keyword.arg or ""] = self._value(keyword.value)
             except _NotConstant:
                 continue
-        text = found["no_tool_calls_output"]
+        text = settings["no_tool_calls_output"]
         yield self._case(node.lineno, text, text, None, [])
-        arguments = found.get("single_tool_call_expected_args", {"city": "Tokyo"})
-        name = found.get("single_tool_call_expected_name", "get_weather")
+        arguments = settings.get("single_tool_call_expected_args", {"city": "Tokyo"})
+        name = settings.get("single_tool_call_expected_name", "get_weather")
         yield self._case(
             node.lineno,
-            found["single_tool_call_output"],
-            found.get("single_tool_call_expected_content"),
+            settings["single_tool_call_output"],
+            settings.get("single_tool_call_expected_content"),
             None,
             [(name, json.dumps(arguments), "")],
         )
@@ -219,24 +219,24 @@ class _Module:
     def _asserted(self, node: ast.FunctionDef) -> Iterator[PeerCase]:
         """The case of a test that gives a parser one text, and compares every call with constants."""
         texts: list[str] = []
-        found: dict[str, dict[int, Any]] = {"name": {}, "arguments": {}, "content": {}}
-        for one in ast.walk(node):
-            if isinstance(one, ast.AugAssign):
+        asserted: dict[str, dict[int, Any]] = {"name": {}, "arguments": {}, "content": {}}
+        for child in ast.walk(node):
+            if isinstance(child, ast.AugAssign):
                 return
-            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in _TEXTS:
+            if isinstance(child, ast.Assign) and ast.unparse(child.targets[0]) in _TEXTS:
                 try:
-                    texts.append(self._value(one.value))
+                    texts.append(self._value(child.value))
                 except _NotConstant:
                     return
-            if isinstance(one, ast.Assert) and isinstance(one.test, ast.Compare):
-                match = _ASSERTED.search(ast.unparse(one.test.left))
-                if match and isinstance(one.test.ops[0], (ast.Eq, ast.Is)):
+            if isinstance(child, ast.Assert) and isinstance(child.test, ast.Compare):
+                match = _ASSERTED.search(ast.unparse(child.test.left))
+                if match and isinstance(child.test.ops[0], (ast.Eq, ast.Is)):
                     try:
-                        value = self._value(one.test.comparators[0])
+                        value = self._value(child.test.comparators[0])
                     except _NotConstant:
                         return
-                    found[match["what"] or "content"][int(match["at"] or 0)] = value
-        names, arguments = found["name"], found["arguments"]
+                    asserted[match["what"] or "content"][int(match["at"] or 0)] = value
+        names, arguments = asserted["name"], asserted["arguments"]
         if (
             len(texts) != 1
             or not names
@@ -246,7 +246,7 @@ class _Module:
             return
         calls = [(names[i], json.dumps(arguments[i]), "") for i in range(len(names))]
         if all(isinstance(value, dict) for value in arguments.values()):
-            content = found["content"]
+            content = asserted["content"]
             if (content.get(0) or "") in texts[0]:
                 yield self._case(node.lineno, texts[0], content.get(0), None, calls, not content)
 
@@ -257,7 +257,7 @@ class _Module:
         if isinstance(node, ast.Name) and node.id in self._names:
             return self._names[node.id]
         if isinstance(node, (ast.List, ast.Tuple)):
-            return [self._value(one) for one in node.elts]
+            return [self._value(element) for element in node.elts]
         if isinstance(node, ast.Dict) and None not in node.keys:
             keys = [self._value(key) for key in node.keys if key is not None]
             return dict(zip(keys, map(self._value, node.values), strict=True))
@@ -267,7 +267,7 @@ class _Module:
             if type(left) is type(right) and type(left) in (str, list):
                 return left + right
         if isinstance(node, ast.JoinedStr):
-            return "".join(self._part(one) for one in node.values)
+            return "".join(self._part(part) for part in node.values)
         if isinstance(node, ast.Call):
             return self._called(node)
         raise _NotConstant
@@ -286,5 +286,5 @@ class _Module:
         if name == "dumps" and node.args:
             return json.dumps(self._value(node.args[0]))
         if name == "param":
-            return [self._value(one) for one in node.args]
+            return [self._value(argument) for argument in node.args]
         raise _NotConstant

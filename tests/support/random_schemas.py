@@ -24,10 +24,10 @@ class SchemaMaker:
         self._random = random.Random(seed)
 
     def schema(self, depth: int = 3) -> dict[str, Any]:
-        made = self._value(depth)
+        schema = self._value(depth)
         if self._random.random() < 0.3:
-            made = self._with_definitions(depth, made)
-        return made
+            schema = self._with_definitions(depth, schema)
+        return schema
 
     def _with_definitions(self, depth: int, rest: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -69,16 +69,16 @@ class SchemaMaker:
 
     def _integer(self, depth: int) -> dict[str, Any]:
         low = self._random.randint(-200, 200)
-        made: dict[str, Any] = {
+        schema: dict[str, Any] = {
             "type": "integer",
             "minimum": low,
             "maximum": low + self._random.randint(7, 1000),
         }
         if self._random.random() < 0.3:
-            made["multipleOf"] = self._random.randint(2, 7)
+            schema["multipleOf"] = self._random.randint(2, 7)
         if self._random.random() < 0.3:
-            made["exclusiveMinimum"] = low - 1
-        return made
+            schema["exclusiveMinimum"] = low - 1
+        return schema
 
     def _number(self, depth: int) -> dict[str, Any]:
         """With a step, as it may have any count of digits otherwise; exact in binary, as jsonschema divides floats."""

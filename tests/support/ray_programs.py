@@ -97,7 +97,7 @@ class RayProgram:
 
     def workers(self, title: str | re.Pattern[str]) -> list[Process]:
         """Its Ray workers whose titles have this in them."""
-        return [one for one in self._started() if re.search(title, one.title())]
+        return [process for process in self._started() if re.search(title, process.title())]
 
     def kill(self) -> None:
         """Kills the program with SIGKILL, and waits until all that it started has ended, too."""
@@ -120,11 +120,11 @@ class RayProgram:
         parents = {
             int(entry.name): _stat(int(entry.name)) for entry in PROC.iterdir() if entry.name.isdigit()
         }
-        found, new = set[int](), {self._process.pid}
+        pids, new = set[int](), {self._process.pid}
         while new:
-            new = {pid for pid, stat in parents.items() if stat and int(stat[1]) in new} - found
-            found |= new
-        return [Process(pid, parents[pid][_STARTED]) for pid in sorted(found)]
+            new = {pid for pid, stat in parents.items() if stat and int(stat[1]) in new} - pids
+            pids |= new
+        return [Process(pid, parents[pid][_STARTED]) for pid in sorted(pids)]
 
 
 class Process(NamedTuple):

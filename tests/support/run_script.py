@@ -113,10 +113,10 @@ class Script:
     def expect(self, line: str) -> None:
         """Reads the next line of the program, which must be this one."""
         assert self._process.stdout is not None
-        found = self._process.stdout.readline()
-        if found != line + "\n":
-            out, err = self._process.communicate(timeout=LIMIT_S) if not found else ("", "")
-            raise AssertionError(f"expected {line!r}, not {found + out!r}\n{err}")
+        answer = self._process.stdout.readline()
+        if answer != line + "\n":
+            out, err = self._process.communicate(timeout=LIMIT_S) if not answer else ("", "")
+            raise AssertionError(f"expected {line!r}, not {answer + out!r}\n{err}")
 
     def tell(self, line: str) -> None:
         """Writes a line to the program's standard input."""

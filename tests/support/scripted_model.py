@@ -23,37 +23,40 @@ def pieces_of(text: str, specials: Sequence[str] = (), taken: Sequence[str] = ()
 
     None of the pieces is one of ``taken``.
     """
-    pattern = "|".join(f"({re.escape(one)})" for one in sorted(specials, key=len, reverse=True)) or r"(?!)"
-    made: list[str] = []
+    pattern = (
+        "|".join(f"({re.escape(special)})" for special in sorted(specials, key=len, reverse=True)) or r"(?!)"
+    )
+    pieces: list[str] = []
     for part in filter(None, re.split(pattern, text)):
         if part in specials:
-            made.append(part)
+            pieces.append(part)
             continue
-        start = len(made)
+        start = len(pieces)
         piece = ""
         for character in part:
             piece += character
             # Pieces of three characters or more: no prompt is tokenized with them, because shorter ones are missing.
-            if len(piece) >= 3 and piece not in made and piece not in taken:
-                made.append(piece)
+            if len(piece) >= 3 and piece not in pieces and piece not in taken:
+                pieces.append(piece)
                 piece = ""
         if piece:
-            made.append(piece)
-        while len(made) > start + 1 and (len(made[-1]) < 3 or made[-1] in (*made[:-1], *taken)):
-            last = made.pop()
-            made[-1] += last
-    assert len({*made, *taken}) == len(made) + len(taken), made
-    return made
+            pieces.append(piece)
+        while len(pieces) > start + 1 and (len(pieces[-1]) < 3 or pieces[-1] in (*pieces[:-1], *taken)):
+            last = pieces.pop()
+            pieces[-1] += last
+    assert len({*pieces, *taken}) == len(pieces) + len(taken), pieces
+    return pieces
 
 
 def scripted_model(path: Path, text: str, specials: Sequence[str] = (), chat_template: str = "") -> Path:
     """Writes a model that answers any prompt with ``text``, greedily."""
-    specials = [one for one in specials if one not in (BOS, EOS)]
+    specials = [special for special in specials if special not in (BOS, EOS)]
     script = pieces_of(text, specials)
-    pieces = [*_BYTES, *((one, CONTROL) for one in specials)]
-    pieces += [(one.replace(" ", "\u2581"), NORMAL) for one in script if one not in specials]
+    pieces = [*_BYTES, *((special, CONTROL) for special in specials)]
+    pieces += [(piece.replace(" ", "\u2581"), NORMAL) for piece in script if piece not in specials]
     ids = {piece: i for i, (piece, _) in enumerate(pieces)}
-    said = [ids[one if one in specials else one.replace(" ", "\u2581")] for one in script] + [ids[EOS]]
+    names = [piece if piece in specials else piece.replace(" ", "\u2581") for piece in script]
+    said = [ids[name] for name in [*names, EOS]]
     scores = np.zeros((len(pieces), len(pieces)), np.float32)
     after = np.full(len(pieces), said[0])
     after[said[:-1]] = said[1:]
@@ -71,13 +74,13 @@ def turns_model(path: Path, texts: Sequence[str], chat_template: str) -> Path:
     scripts: list[list[str]] = []
     for text in texts:
         scripts.append(pieces_of(text, taken=[piece for script in scripts for piece in script]))
-    pieces = [*_BYTES, *((one, CONTROL) for one in starts)]
-    pieces += [(one.replace(" ", "\u2581"), NORMAL) for script in scripts for one in script]
+    pieces = [*_BYTES, *((special, CONTROL) for special in starts)]
+    pieces += [(piece.replace(" ", "\u2581"), NORMAL) for script in scripts for piece in script]
     ids = {piece: i for i, (piece, _) in enumerate(pieces)}
     scores = np.zeros((len(pieces), len(pieces)), np.float32)
     scores[:, ids[EOS]] = 1
     for start, script in zip(starts, scripts, strict=True):
-        said = [ids[start], *(ids[one.replace(" ", "\u2581")] for one in script), ids[EOS]]
+        said = [ids[start], *(ids[piece.replace(" ", "\u2581")] for piece in script), ids[EOS]]
         scores[said[:-1], said[1:]] = 10
     return _write(path, pieces, scores, chat_template, n_ctx=131_072, head_size=32)
 
@@ -105,8 +108,8 @@ def terse_model(path: Path, chat_template: str = "") -> Path:
         "e": ends,
     }
     for before, order in preferences.items():
-        for rank, one in enumerate(order):
-            scores[ids[before], ids[one]] = 10 - rank
+        for rank, after in enumerate(order):
+            scores[ids[before], ids[after]] = 10 - rank
         scores[ids[before], 2] = 1 if order else 10  # the end of the text
     scores[:3, ids["O"]] = 10
     return _write(path, list(_BYTES), scores, chat_template)

@@ -753,10 +753,10 @@ class Simulation:
             self._check_logprobs(request, [choice.stop_token], [choice.stop_logprob])
 
     def _check_logprobs(
-        self, request: Request, tokens: Sequence[int], found: Sequence[TokenLogprob] | None
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> None:
         """Each token has its own."""
-        pairs = [(entry.id, entry.logprob) for entry in found or ()]
+        pairs = [(entry.id, entry.logprob) for entry in logprobs or ()]
         expected = [(token, -float(token)) for token in tokens] if request.wants_logprobs else []
         assert pairs == expected, (pairs, expected)
 
@@ -894,12 +894,12 @@ def carries(carrier: Any, adapters: Any) -> bool:
     return adapters is None or (adapters % 3 > 0 and adapters <= carrier)
 
 
-def adapters_of(request: Request, given: Sequence[int]) -> Adapters:
+def adapters_of(request: Request, tokens: Sequence[int]) -> Adapters:
     """What a text is computed with whose caller gave these tokens last."""
     spec: Any = request.spec
     if spec.activation is None:
         return spec.adapters  # type: ignore[no-any-return]
-    return Switch(spec.adapters, spec.activation.begin(given), spec.activation.adapters)
+    return Switch(spec.adapters, spec.activation.begin(tokens), spec.activation.adapters)
 
 
 @contextmanager

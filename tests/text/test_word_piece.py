@@ -38,13 +38,13 @@ OLD = {
 
 def pieces() -> list[str]:
     """The letters of all blocks, at the beginning of a word and after it, and some words."""
-    found = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    vocabulary = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
     for text in map("".join, OLD.values()):
         for c in unicodedata.normalize("NFD", text + text.lower()):
             if not c.isspace():
-                found |= dict.fromkeys((BEGIN + c, c))
-    found |= dict.fromkeys((BEGIN + "the", "ing", BEGIN + "caf", "\u1161\u11ab"))
-    return list(found)
+                vocabulary |= dict.fromkeys((BEGIN + c, c))
+    vocabulary |= dict.fromkeys((BEGIN + "the", "ing", BEGIN + "caf", "\u1161\u11ab"))
+    return list(vocabulary)
 
 
 def texts() -> list[str]:
@@ -70,10 +70,10 @@ def test_as_hugging_face(lowercase: bool, strips: bool) -> None:
     theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     ours = WordPiece(dict(list(ids.items())[4:]), 1, lowercase, strips)
-    given = texts()
-    expected = theirs.encode_batch(given, add_special_tokens=False)
+    samples = texts()
+    expected = theirs.encode_batch(samples, add_special_tokens=False)
     wrong = [
-        text for text, encoding in zip(given, expected, strict=True) if ours.tokenize(text) != encoding.ids
+        text for text, encoding in zip(samples, expected, strict=True) if ours.tokenize(text) != encoding.ids
     ]
     assert not wrong, (len(wrong), list(map(ascii, wrong[:5])))
 

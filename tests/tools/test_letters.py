@@ -19,13 +19,13 @@ def test_it_writes_letters_and_the_model_stories() -> None:
         model.load_adapter(path) as letters,
     ):
         assert (letters.name, letters.rank, letters.n_pairs) == ("letters", 4, 28)
-        found = {
+        losses = {
             (text, adapter is None): math.log(engine.perplexity(text, adapter=adapter))
             for text in (LETTER, STORY)
             for adapter in (None, letters)
         }
-        assert found[LETTER, False] < 2 < 6 < found[LETTER, True]
-        assert found[STORY, True] < 1 and found[STORY, True] < found[STORY, False]
+        assert losses[LETTER, False] < 2 < 6 < losses[LETTER, True]
+        assert losses[STORY, True] < 1 and losses[STORY, True] < losses[STORY, False]
         params = lp.SamplingParams(max_tokens=24, temperature=0, adapter=letters)
         assert engine.generate("Dear Mia,", params).text.startswith(
             (" Today", " This morning", " Last night")

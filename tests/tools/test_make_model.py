@@ -95,15 +95,15 @@ def test_k_quants_unpack_to_what_was_packed(
 
 
 def test_same_arguments_same_bytes(tmp_path: Path) -> None:
-    one, two, other = (
+    first, again, other = (
         make_model(
             tmp_path / f"{name}.gguf", shape=TINY, type_name="q8_0", vocab="builtin-spm", seed=seed
         ).read_bytes()
         for name, seed in (("one", 7), ("two", 7), ("other", 8))
     )
-    assert one == two
-    assert len(other) == len(one)
-    assert other != one
+    assert first == again
+    assert len(other) == len(first)
+    assert other != first
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_presets_of_15m_weights(preset: str, size: str, layers: int, width: int,
 
 def test_vocabulary_of_the_pinned_tree_is_copied(tmp_path: Path) -> None:
     source = find_source() / "models" / "ggml-vocab-phi-3.gguf"
-    made = Document.read(make_model(tmp_path / "m.gguf", shape=TINY, vocab="phi-3"))
+    by_name = Document.read(make_model(tmp_path / "m.gguf", shape=TINY, vocab="phi-3"))
     by_path = Document.read(make_model(tmp_path / "p.gguf", shape=TINY, vocab=str(source)))
     original = Document.read(source)
 
     def tokenizer(document: object) -> dict[bytes, object]:
         return {e.key: e for e in document.entries if e.key.startswith(b"tokenizer.")}  # type: ignore[attr-defined]
 
-    assert tokenizer(made) == tokenizer(original) == tokenizer(by_path)
-    assert len(tokenizer(made)) >= 10
+    assert tokenizer(by_name) == tokenizer(original) == tokenizer(by_path)
+    assert len(tokenizer(by_name)) >= 10
 
 
 def test_sizes_can_be_set(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def test_command_line(tmp_path: Path) -> None:
         command = [sys.executable, str(TOOLS / "make_model.py"), *words, str(tmp_path / "m.gguf")]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    made = run("--shape", "mamba2-1.3b", "--tiny", "--layers", "3", "--vocab", "builtin-spm")
-    assert made.returncode == 0, made.stderr
+    process = run("--shape", "mamba2-1.3b", "--tiny", "--layers", "3", "--vocab", "builtin-spm")
+    assert process.returncode == 0, process.stderr
     with Model(tmp_path / "m.gguf") as model:
         assert (model.n_layer, model.is_recurrent) == (3, True)
     refused = run("--shape", "mamba2-1.3b", "--tiny", "--width", "64")

@@ -146,10 +146,10 @@ def test_turns_continue_their_conversation() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_lengths_and_rates(name: str) -> None:
     workload = WORKLOADS[name]
-    made = list(arrivals(workload, 10, 400, 1))
-    assert [at for at, _ in made] == sorted(at for at, _ in made)
-    assert len(made) == pytest.approx(4000 / max(workload.n_turns, 1), rel=0.2)
-    answers = [turn[1] for _, conversation in made if (turn := conversation.next_turn()) is not None]
+    traffic = list(arrivals(workload, 10, 400, 1))
+    assert [at for at, _ in traffic] == sorted(at for at, _ in traffic)
+    assert len(traffic) == pytest.approx(4000 / max(workload.n_turns, 1), rel=0.2)
+    answers = [turn[1] for _, conversation in traffic if (turn := conversation.next_turn()) is not None]
     assert np.median(answers) == pytest.approx(workload.answer, rel=0.2)
 
 
@@ -220,8 +220,8 @@ def test_the_stored_fit() -> None:
     """The figures in docs/scale.md come from this file."""
     path = TOOLS / "simulate" / "15m-q8_0-step-cost.json"
     assert json.loads(path.read_text())["held_out_error"] <= 0.1
-    found = simulate("run", path, "--workload", "chat", "--scale", 0.25, "--nodes", 2, "--seconds", 20)
-    assert "2 nodes" in found and "nan" not in found
+    output = simulate("run", path, "--workload", "chat", "--scale", 0.25, "--nodes", 2, "--seconds", 20)
+    assert "2 nodes" in output and "nan" not in output
 
 
 def simulate(*arguments: object, error: str = "") -> str:
@@ -275,20 +275,20 @@ def test_a_plot_leaves_out_what_has_no_logarithm(tmp_path: Path) -> None:
 def test_the_command_line(demo: lp.Model, recording: Recording, tmp_path: Path) -> None:
     recording.save(tmp_path / "recording.json")
     cost, capacity, policies = (tmp_path / f"{name}.json" for name in ("cost", "capacity", "policies"))
-    found = simulate("fit", tmp_path / "recording.json", "-o", cost)
-    assert "2 runs that were not fitted" in found and "noise: 1 of them" in found
-    found = simulate(
+    output = simulate("fit", tmp_path / "recording.json", "-o", cost)
+    assert "2 runs that were not fitted" in output and "noise: 1 of them" in output
+    output = simulate(
         *("check", demo.path, cost, "--workload", "conversation", "--scale", 0.1),  # no pauses between turns
         *("--per-s", 8, "--warm-up", 1, "--seconds", 1, "--times", 1, "--threads", 1),
     )
-    assert all(f"gap p{p}, ms" in found for p in (50, 95, 99)) and "tokens/s" in found
+    assert all(f"gap p{p}, ms" in output for p in (50, 95, 99)) and "tokens/s" in output
     # From here on, steps that take longer: the bundled model would serve hundreds of requests a second.
     cost.write_text(json.dumps(json.loads(cost.read_text()) | {"cost": asdict(COST)}))
     short = ("--scale", 0.1, "--seconds", 10)
-    found = simulate("capacity", cost, *short, "--node-cost", 1, "-o", capacity)
-    assert "a million generated tokens" in found and "chat, load 1.2" in found
-    found = simulate("policies", cost, *short, "--nodes", 2, 4, "-o", policies)
-    assert "cost-based, 2" in found and "random, 4" in found
+    output = simulate("capacity", cost, *short, "--node-cost", 1, "-o", capacity)
+    assert "a million generated tokens" in output and "chat, load 1.2" in output
+    output = simulate("policies", cost, *short, "--nodes", 2, 4, "-o", policies)
+    assert "cost-based, 2" in output and "random, 4" in output
     assert "4 nodes" in simulate("run", cost, *short, "--nodes", 4, "--processes", 2)
     simulate("plot", capacity, policies, tmp_path)
     for name, n_lines, label in (

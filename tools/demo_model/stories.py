@@ -100,10 +100,10 @@ def read(text: str) -> tuple[str, list[str]]:
     rest = text.strip()
     names: list[str] = []
     while rest:
-        found = [match for pattern in patterns if (match := pattern.match(rest))]
-        if not found:
+        matches = [match for pattern in patterns if (match := pattern.match(rest))]
+        if not matches:
             break
-        match = max(found, key=lambda m: m.end())
+        match = max(matches, key=lambda m: m.end())
         names += [name for name in match.groupdict().values() if name and name not in names]
         rest = rest[match.end() :].lstrip()
     return rest, names

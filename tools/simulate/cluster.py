@@ -112,9 +112,9 @@ class Cluster:
             node.gaps.clear()
 
     def _next_arrival(self, arrivals: Iterator[tuple[float, Conversation]]) -> None:
-        found = next(arrivals, None)
-        if found is not None:
-            heappush(self._events, (found[0], next(self._order), -2, found[1]))
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            heappush(self._events, (arrival[0], next(self._order), -2, arrival[1]))
 
     def _submit(self, conversation: Conversation) -> None:
         turn = conversation.next_turn()

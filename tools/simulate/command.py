@@ -30,42 +30,46 @@ def main(doc: str) -> None:
     """Parses arguments and runs a subcommand."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = _command(commands, "record", "model", out=True)
-    one.add_argument("--runs", type=_at_least(2), default=16, help="half are fitted, half are held out")
-    one.add_argument("--again", type=int, default=2, help="held-out runs to repeat, to measure the noise")
-    one.add_argument("--seconds", type=float, default=10.0, help="duration of each run")
-    one.add_argument("--n-ctx", type=int, default=4096)
-    one.add_argument("--n-seq-max", type=int, default=16)
-    one.add_argument("--cache-mib", type=int, default=256, help="host memory for the prefix cache")
-    one.add_argument("--threads", type=int)
-    one = _command(commands, "fit", "recording", out=True)
-    one = _command(commands, "check", "model", "cost")
-    _traffic(one, per_s=2.0, seconds=60.0)
-    one.add_argument("--times", type=_at_least(1), default=3, help="number of real runs, to show the noise")
-    one.add_argument("--warm-up", type=float, default=20.0, help="seconds at the start that do not count")
-    one.add_argument("--threads", type=int)
-    one = _command(commands, "capacity", "cost", out=True, needs_out=False)
-    _traffic(one, per_s=None, seconds=900.0)
-    one.add_argument(
+    command = _command(commands, "record", "model", out=True)
+    command.add_argument("--runs", type=_at_least(2), default=16, help="half are fitted, half are held out")
+    command.add_argument("--again", type=int, default=2, help="held-out runs to repeat, to measure the noise")
+    command.add_argument("--seconds", type=float, default=10.0, help="duration of each run")
+    command.add_argument("--n-ctx", type=int, default=4096)
+    command.add_argument("--n-seq-max", type=int, default=16)
+    command.add_argument("--cache-mib", type=int, default=256, help="host memory for the prefix cache")
+    command.add_argument("--threads", type=int)
+    command = _command(commands, "fit", "recording", out=True)
+    command = _command(commands, "check", "model", "cost")
+    _traffic(command, per_s=2.0, seconds=60.0)
+    command.add_argument(
+        "--times", type=_at_least(1), default=3, help="number of real runs, to show the noise"
+    )
+    command.add_argument("--warm-up", type=float, default=20.0, help="seconds at the start that do not count")
+    command.add_argument("--threads", type=int)
+    command = _command(commands, "capacity", "cost", out=True, needs_out=False)
+    _traffic(command, per_s=None, seconds=900.0)
+    command.add_argument(
         "--first", type=float, default=2.0, help="limit for the time to first token, p95, in seconds"
     )
-    one.add_argument("--gap", type=float, default=0.2, help="limit for gaps between tokens, p99, in seconds")
-    one.add_argument("--node-cost", type=float, help="cost of a node per hour, in your currency")
+    command.add_argument(
+        "--gap", type=float, default=0.2, help="limit for gaps between tokens, p99, in seconds"
+    )
+    command.add_argument("--node-cost", type=float, help="cost of a node per hour, in your currency")
     for name in ("policies", "run"):
-        one = _command(commands, name, "cost", out=True, needs_out=False)
-        _traffic(one, per_s=0.5, seconds=3600.0 if name == "run" else 900.0)
-        one.add_argument("--nodes", type=int, nargs="+", default=[40])
+        command = _command(commands, name, "cost", out=True, needs_out=False)
+        _traffic(command, per_s=0.5, seconds=3600.0 if name == "run" else 900.0)
+        command.add_argument("--nodes", type=int, nargs="+", default=[40])
         more = (
             "processes that share the work"
             if name == "policies"
             else "processes that divide nodes and traffic, each with its own router"
         )
-        one.add_argument("--processes", type=int, default=1, help=more)
+        command.add_argument("--processes", type=int, default=1, help=more)
         if name == "run":
-            one.add_argument("--policy", choices=list(POLICIES), default="cost-based")
-    one = commands.add_parser("plot")
-    one.add_argument("results", type=Path, nargs="+", help="files of capacity -o and policies -o")
-    one.add_argument("folder", type=Path, help="where to write the pictures")
+            command.add_argument("--policy", choices=list(POLICIES), default="cost-based")
+    command = commands.add_parser("plot")
+    command.add_argument("results", type=Path, nargs="+", help="files of capacity -o and policies -o")
+    command.add_argument("folder", type=Path, help="where to write the pictures")
     args = parser.parse_args()
     try:
         globals()[f"_{args.command}"](args)
@@ -99,12 +103,12 @@ def _command(
     out: bool = False,
     needs_out: bool = True,
 ) -> argparse.ArgumentParser:
-    made = commands.add_parser(name)
+    parser = commands.add_parser(name)
     for file in files:
-        made.add_argument(file, type=Path)
+        parser.add_argument(file, type=Path)
     if out:
-        made.add_argument("-o", "--output", type=Path, required=needs_out)
-    return made
+        parser.add_argument("-o", "--output", type=Path, required=needs_out)
+    return parser
 
 
 def _traffic(parser: argparse.ArgumentParser, per_s: float | None, seconds: float) -> None:
@@ -174,8 +178,8 @@ def _simulated(
     seconds: float,
     seed: int,
 ) -> Outcome:
-    made = arrivals(workload, per_s * n_nodes, seconds, seed)
-    return Cluster(n_nodes, cost, options, POLICIES[policy](seed)).run(made, seconds, seconds / 10)
+    traffic = arrivals(workload, per_s * n_nodes, seconds, seed)
+    return Cluster(n_nodes, cost, options, POLICIES[policy](seed)).run(traffic, seconds, seconds / 10)
 
 
 def _capacity(args: argparse.Namespace) -> None:
@@ -190,9 +194,10 @@ def _capacity(args: argparse.Namespace) -> None:
         return outcomes[per_s]
 
     def is_served(per_s: float) -> bool:
-        made = simulate(per_s)
-        is_late = made.first_s[1] > args.first or made.gap_s[2] > args.gap  # comparisons with NaN are false
-        return not is_late and made.n_ended >= 0.9 * made.n_arrived
+        outcome = simulate(per_s)
+        # Comparisons with NaN are false.
+        is_late = outcome.first_s[1] > args.first or outcome.gap_s[2] > args.gap
+        return not is_late and outcome.n_ended >= 0.9 * outcome.n_arrived
 
     low, high = 0.0, 0.05
     while is_served(high):
@@ -241,10 +246,10 @@ def _write(
     args: argparse.Namespace, workload: Workload, rows: Iterable[dict[str, Any]], **more: float
 ) -> None:
     """Writes results with the fit, arguments and traffic that they belong to."""
-    given = {name: value for name, value in vars(args).items() if name not in ("output", "cost")}
+    arguments = {name: value for name, value in vars(args).items() if name not in ("output", "cost")}
     fit = json.loads(args.cost.read_text(encoding="utf-8"))
-    made = {"fit": fit, "arguments": given, "traffic": asdict(workload), **more, "rows": list(rows)}
-    args.output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    results = {"fit": fit, "arguments": arguments, "traffic": asdict(workload), **more, "rows": list(rows)}
+    args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _run(args: argparse.Namespace) -> None:

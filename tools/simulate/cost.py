@@ -211,5 +211,5 @@ def _non_negative(rows: Rows, wanted: Rows) -> Rows:
             weights = np.maximum(weights + part.min() * (best - weights), 0.0)
             weights[part.argmin()] = 0.0
             is_used &= weights > 0
-    found: Rows = weights / scale
-    return found
+    unscaled: Rows = weights / scale
+    return unscaled

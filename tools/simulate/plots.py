@@ -62,11 +62,11 @@ def plot(results: Sequence[Result], folder: Path) -> list[Path]:
 
 def _latencies(result: Result) -> str:
     """First tokens and gaps at percentiles over the load of a node."""
-    given, rows, capacity = result["arguments"], result["rows"], result["capacity_per_s"]
+    arguments, rows, capacity = result["arguments"], result["rows"], result["capacity_per_s"]
     panels = []
     for title, key, factor, limit in (
-        ("First token, s", "first_s", 1.0, (given["first"], "limit of p95")),
-        ("Gap between tokens, ms", "gap_s", 1e3, (1e3 * given["gap"], "limit of p99")),
+        ("First token, s", "first_s", 1.0, (arguments["first"], "limit of p95")),
+        ("Gap between tokens, ms", "gap_s", 1e3, (1e3 * arguments["gap"], "limit of p99")),
     ):
         panel = Panel(
             title, "load, % of the capacity", (0, 20, 40, 60, 80, 100, 120), limit=limit, is_log_y=True
@@ -74,13 +74,15 @@ def _latencies(result: Result) -> str:
         for i, name in enumerate(_NAMES):
             panel.lines[name] = [(100 * row["load"], factor * row[key][i]) for row in rows]
         panels.append(panel)
-    subtitle = f"{given['workload']} traffic; capacity {capacity:.3g} requests a second; {_source(result)}"
+    subtitle = (
+        f"{arguments['workload']} traffic; capacity {capacity:.3g} requests a second; {_source(result)}"
+    )
     return _draw("Latency of one node over its load", subtitle, panels)
 
 
 def _policies(result: Result) -> str:
     """The 99th percentiles and the hit rate of each policy over the number of nodes."""
-    given, rows = result["arguments"], result["rows"]
+    arguments, rows = result["arguments"], result["rows"]
     counts = sorted({row["nodes"] for row in rows})
     of: tuple[tuple[str, Callable[[Result], float]], ...] = (
         ("First token, p99, s", lambda row: float(row["first_s"][2])),
@@ -93,9 +95,7 @@ def _policies(result: Result) -> str:
         for row in sorted(rows, key=lambda row: int(row["nodes"])):
             panel.lines.setdefault(row["policy"], []).append((row["nodes"], value(row)))
         panels.append(panel)
-    subtitle = (
-        f"{given['workload']} traffic, {given['per_s']:g} requests a second and node; {_source(result)}"
-    )
+    subtitle = f"{arguments['workload']} traffic, {arguments['per_s']:g} requests a second and node; {_source(result)}"
     return _draw("Routing policies", subtitle, panels)
 
 
@@ -104,9 +104,9 @@ def _costs(results: Sequence[Result]) -> str:
     places = (0, 20, 40, 60, 80, 100)
     panel = Panel("Cost of a million generated tokens", "load, % of the capacity", places, is_log_y=True)
     for result in results:
-        given = result["arguments"]
-        panel.lines[given["workload"]] = [
-            (100 * row["load"], given["node_cost"] / (row["tokens_per_s"] * 3600) * 1e6)
+        arguments = result["arguments"]
+        panel.lines[arguments["workload"]] = [
+            (100 * row["load"], arguments["node_cost"] / (row["tokens_per_s"] * 3600) * 1e6)
             for row in result["rows"]
             if row["load"] <= 1.0 and row["tokens_per_s"] > 0
         ]

@@ -19,9 +19,9 @@ _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
 
 
 class Prompts(NamedTuple):
-    """The prompts of a request, as ``given`` and as ``tokens``; ``n`` choices are returned for each."""
+    """The prompts of a request, as ``sent`` and as ``tokens``; ``n`` choices are returned for each."""
 
-    given: Sequence[str | list[int | str]]
+    sent: Sequence[str | list[int | str]]
     tokens: Sequence[list[int]]
     n: int = 1
 
@@ -116,12 +116,12 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
 
         Returns None if it is a BOS token that was added.
         """
-        prompt, token = self._prompts.given[i], self._prompts.tokens[i][0]
+        prompt, token = self._prompts.sent[i], self._prompts.tokens[i][0]
         is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
         return None if is_text and token == self._vocab.bos else token
 
     def _echo(self, i: int) -> str:
-        prompt = self._prompts.given[i]
+        prompt = self._prompts.sent[i]
         if isinstance(prompt, str):
             return prompt
         return self._vocab.detokenize(self._prompts.tokens[i], remove_special=True)

@@ -41,7 +41,7 @@ async def main() -> None:
     question = [UserMessage(content="Paris: name and country.", source="user")]
     assert (await client.create(question, json_output=City)).content
     pieces = [
-        one async for one in client.create_stream([UserMessage(content="Name one fruit.", source="user")])
+        event async for event in client.create_stream([UserMessage(content="Name one fruit.", source="user")])
     ]
     assert len(pieces) >= 2  # a chunk of text at least, and the result
     agent = AssistantAgent("calculator", client, tools=[multiply], reflect_on_tool_use=True)

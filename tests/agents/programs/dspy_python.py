@@ -19,9 +19,9 @@ class Country(dspy.Signature):
     in_europe: bool = dspy.OutputField()
 
 
-found = dspy.Predict(Country)(city="Paris")
-assert "France" in found.country, found
+prediction = dspy.Predict(Country)(city="Paris")
+assert "France" in prediction.country, prediction
 dspy.configure(adapter=dspy.JSONAdapter())
-found = dspy.Predict(Country)(city="Rome")
-assert "Ital" in found.country, found
+prediction = dspy.Predict(Country)(city="Rome")
+assert "Ital" in prediction.country, prediction
 print("did: typed predictions by markers and by a schema")

@@ -55,17 +55,17 @@ try:
         "required": ["a", "b"],
     }
     question = [{"role": "user", "content": "What is 12 times 34? Use the tool."}]
-    one = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
-    other = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0)
+    openai_client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+    anthropic_client = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0)
     for name in ("chat", "vllm", "claude"):
-        stream = one.chat.completions.create(
+        stream = openai_client.chat.completions.create(
             model=name,
             messages=[{"role": "user", "content": "Name one fruit."}],
             max_tokens=12,
             stream=True,
         )
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices), name
-        called = one.chat.completions.create(
+        called = openai_client.chat.completions.create(
             model=name,
             messages=question,
             tools=[{"type": "function", "function": {**tool, "parameters": schema}}],
@@ -73,11 +73,11 @@ try:
             max_tokens=100,
         )
         assert called.choices[0].message.tool_calls[0].function.name == "multiply", name
-        with other.messages.stream(
+        with anthropic_client.messages.stream(
             model=name, max_tokens=12, messages=[{"role": "user", "content": "Name one fruit."}]
         ) as events:
             assert events.get_final_text(), name
-        used = other.messages.create(
+        used = anthropic_client.messages.create(
             model=name,
             max_tokens=100,
             messages=question,

@@ -16,7 +16,7 @@ until = {"until": ["\n"], "max_gen_toks": 12, "temperature": 0}
 
 
 def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
-    return [Instance(kind, {}, one, i, metadata=("task", i, 1)) for i, one in enumerate(arguments)]
+    return [Instance(kind, {}, args, i, metadata=("task", i, 1)) for i, args in enumerate(arguments)]
 
 
 common = {"model": MODEL, "tokenizer_backend": "remote", "tokenized_requests": True, "num_concurrent": 1}

@@ -109,9 +109,9 @@ batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completi
 while batch.status not in ("completed", "failed"):
     batch = client.batches.retrieve(batch.id)
 results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
-assert [one["custom_id"] for one in results] == ["red", "blue", "green"], results
-assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in results)
-assert {file.id, batch.output_file_id} <= {one.id for one in client.files.list(limit=1)}
+assert [record["custom_id"] for record in results] == ["red", "blue", "green"], results
+assert all(record["response"]["body"]["choices"][0]["message"]["content"] for record in results)
+assert {file.id, batch.output_file_id} <= {listed.id for listed in client.files.list(limit=1)}
 assert client.files.delete(file.id).deleted
 
 vectors = client.embeddings.create(model="embedder", input=["red", "blue"]).data

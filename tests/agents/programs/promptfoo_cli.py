@@ -49,5 +49,5 @@ done = subprocess.run(
 assert (work / "out.json").is_file(), done.stdout + done.stderr
 results = json.loads((work / "out.json").read_text())["results"]
 stats = results["stats"]
-assert stats["successes"] == 6, json.dumps([one.get("error") for one in results["results"]])
+assert stats["successes"] == 6, json.dumps([result.get("error") for result in results["results"]])
 print("did: six answers checked; chat with a schema, responses, anthropic")

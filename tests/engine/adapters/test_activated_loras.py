@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
 
 def engine_of(model: lp.Model, **options: object) -> lp.Engine:
     # Rows must not depend on what else a step computes, and cells be as exact as weights.
-    given = {"n_ctx": 128, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
-    return lp.Engine(model, **given)  # type: ignore[arg-type]
+    settings = {"n_ctx": 128, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
+    return lp.Engine(model, **settings)  # type: ignore[arg-type]
 
 
 class Reference:
@@ -67,10 +67,10 @@ class Reference:
                 context.set_adapters(chosen)
                 context.decode(lp.DecodeBatch(tokens[first:end], range(first, end), [0] * n, [1] * n))
                 rows += [context.logits(i).astype(np.float64) for i in range(n)]
-        found = np.array(rows)
-        found -= found.max(axis=1, keepdims=True)
-        found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
-        return found
+        logprobs = np.array(rows)
+        logprobs -= logprobs.max(axis=1, keepdims=True)
+        logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
+        return logprobs
 
     def greedy(self, prompt: Sequence[int], adapter: object, begin: int, n: int = 8) -> list[int]:
         """What follows a prompt, without an end of generation."""
@@ -144,12 +144,12 @@ def test_logits_are_those_of_llama_cpp(
         with engine_of(model, prefix_cache=cache) as engine:
             engine.generate(prompt, params(adapter))
             out = engine.generate(prompt, params(adapter, prompt_logprobs=0))
-            found = [one.logprob for one in out.prompt_logprobs or ()]
-            assert found[-len(prompt) + 1 :] == pytest.approx(of_next(rows, prompt), abs=1e-4)
+            logprobs = [entry.logprob for entry in out.prompt_logprobs or ()]
+            assert logprobs[-len(prompt) + 1 :] == pytest.approx(of_next(rows, prompt), abs=1e-4)
             assert list(out.token_ids) == reference.greedy(prompt, adapter, n_before)
     if n_before:
         base = reference.logprobs(prompt, adapter, len(prompt))
-        assert found[-len(prompt) + 1 :][: n_before - 1] == pytest.approx(
+        assert logprobs[-len(prompt) + 1 :][: n_before - 1] == pytest.approx(
             of_next(base, prompt)[: n_before - 1], abs=1e-4
         )
         assert np.abs(rows - base).max(axis=1)[n_before:].min() > 0.1, "the adapter changes nothing"
@@ -213,12 +213,12 @@ def test_requests_at_the_same_time_compute_the_prefix_once(model: lp.Model, refe
     prompts = [[*long, *A, 5], [*long, *B, 6], [*long, 9], [*long, *A, 7]]
     adapters: list[object] = ["a", "b", None, "a"]
     with engine_of(model) as engine:
-        found = engine.generate(prompts, [params(adapter) for adapter in adapters])
+        completions = engine.generate(prompts, [params(adapter) for adapter in adapters])
         stats = engine.stats()
         # The last two requests compute one token, which counts as decoded.
         assert stats.n_prompt_tokens == len(long) + len([*A, 5]) + len([*B, 6])
     expected = [reference.greedy(p, adapter, len(long)) for p, adapter in zip(prompts, adapters, strict=True)]
-    assert [list(one.token_ids) for one in found] == expected
+    assert [list(completion.token_ids) for completion in completions] == expected
 
 
 def test_a_cached_prefix(model: lp.Model) -> None:
@@ -337,20 +337,20 @@ def test_a_context_that_is_full(model: lp.Model) -> None:
 
 
 # ---- scores
-def test_scores(model: lp.Model, reference: Reference) -> None:
+def test_scores_are_those_of_llama_cpp(model: lp.Model, reference: Reference) -> None:
     prompt, n = [*SHARED, *A], len(SHARED)
     continuations = [[50, 51, 52], [60], [*A, 61]]
     texts = [[*SHARED[:9], *A, 5, 6], [*SHARED, *A, 7], [*SHARED, 8], [*SHARED[:1], *A, 9]]
     places = [9, n, UNLIMITED, 1]
     with engine_of(model) as engine:
-        found = engine.score(prompt, continuations, adapter="a")
-        for one, more in zip(found, continuations, strict=True):
+        of_continuations = engine.score(prompt, continuations, adapter="a")
+        for score, more in zip(of_continuations, continuations, strict=True):
             whole = [*prompt, *more]
             expected = of_next(reference.logprobs(whole, "a", n), whole)[-len(more) :]
-            assert one.logprobs == pytest.approx(expected, abs=1e-4)
+            assert score.logprobs == pytest.approx(expected, abs=1e-4)
         scores = engine.score_tokens(texts, adapter="a")
-        for one, whole, place in zip(scores, texts, places, strict=True):
-            assert one.logprobs == pytest.approx(
+        for score, whole, place in zip(scores, texts, places, strict=True):
+            assert score.logprobs == pytest.approx(
                 of_next(reference.logprobs(whole, "a", place), whole), abs=1e-4
             )
         whole = texts[0]
@@ -389,7 +389,7 @@ def alone(reference: Reference) -> dict[tuple[int, int], list[int]]:
      {"tuning": lp.EngineTuning(n_ubatch=16)}, {"tuning": lp.EngineTuning(pipeline_depth=2)}],
     ids=["default", "few cells", "exact", "no host memory", "short turns", "small steps", "threaded"],
 )  # fmt: skip
-def test_many_callers(
+def test_many_callers_get_the_texts_of_each_alone(
     model: lp.Model,
     reference: Reference,
     alone: dict[tuple[int, int], list[int]],

@@ -61,8 +61,8 @@ def model(path: Path, files: list[Path], request: pytest.FixtureRequest) -> Iter
 
 def engine_of(model: lp.Model, **options: object) -> lp.Engine:
     # Rows must not depend on what else a step computes, and cells be as exact as weights.
-    given = {"n_ctx": 96, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
-    return lp.Engine(model, **given)  # type: ignore[arg-type]
+    settings = {"n_ctx": 96, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32", **options}
+    return lp.Engine(model, **settings)  # type: ignore[arg-type]
 
 
 def prompt_of(i: int) -> list[int]:
@@ -76,15 +76,15 @@ def text(engine: lp.Engine, i: int, choice: object) -> list[int]:
 @pytest.fixture(scope="module")
 def alone(model: lp.Model) -> dict[tuple[int, int], list[int]]:
     """The tokens for each prompt and choice, in an engine that computes nothing else."""
-    found = {}
+    tokens = {}
     for c, choice in enumerate(CHOICES):
         with engine_of(model, n_seq_max=1, prefix_cache=False) as engine:
             for i in range(16):
-                found[i, c] = text(engine, i, choice)
-    assert len({tuple(found[3, c]) for c in range(len(CHOICES))}) == len(CHOICES), (
+                tokens[i, c] = text(engine, i, choice)
+    assert len({tuple(tokens[3, c]) for c in range(len(CHOICES))}) == len(CHOICES), (
         "the adapters change nothing"
     )
-    return found
+    return tokens
 
 
 def test_texts_are_those_of_the_merged_model(
@@ -120,8 +120,8 @@ def test_many_callers_with_five_sets(
                         got = [*next(stream).token_ids]
                     if got != alone[i, c][: len(got)]:
                         wrong.append((i, c, got))
-                elif (found := text(engine, i, CHOICES[c])) != alone[i, c]:
-                    wrong.append((i, c, found))
+                elif (tokens := text(engine, i, CHOICES[c])) != alone[i, c]:
+                    wrong.append((i, c, tokens))
 
         threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(16)]
         for thread in threads:
@@ -135,17 +135,19 @@ def test_many_callers_with_five_sets(
 def test_a_list_with_params_of_several_sets(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
     pairs = [(i, c) for i in range(4) for c in range(5)]
     with engine_of(model) as engine:
-        found = engine.generate([prompt_of(i) for i, _ in pairs], [params(CHOICES[c]) for _, c in pairs])
-    assert [list(one.token_ids) for one in found] == [alone[pair] for pair in pairs]
+        completions = engine.generate(
+            [prompt_of(i) for i, _ in pairs], [params(CHOICES[c]) for _, c in pairs]
+        )
+    assert [list(completion.token_ids) for completion in completions] == [alone[pair] for pair in pairs]
 
 
-def test_asyncio(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
+def test_tasks_get_the_texts_of_their_sets(model: lp.Model, alone: dict[tuple[int, int], list[int]]) -> None:
     async def run() -> None:
         async with engine_of(model) as engine:
-            found = await asyncio.gather(
+            completions = await asyncio.gather(
                 *(engine.agenerate(prompt_of(2), params(choice)) for choice in CHOICES)
             )
-        assert [list(one.token_ids) for one in found] == [alone[2, c] for c in range(5)]
+        assert [list(completion.token_ids) for completion in completions] == [alone[2, c] for c in range(5)]
 
     asyncio.run(run())
 
@@ -194,8 +196,10 @@ def test_requests_with_loras_share_steps(model: lp.Model, alone: dict[tuple[int,
     if not model.attends:
         pytest.skip("sets take turns")
     with engine_of(model) as engine:
-        found = engine.generate([prompt_of(3)] * 4, [params(choice) for choice in CHOICES[1:]])
-        assert [list(one.token_ids) for one in found] == [alone[3, c] for c in range(1, 5)]
+        completions = engine.generate([prompt_of(3)] * 4, [params(choice) for choice in CHOICES[1:]])
+        assert [list(completion.token_ids) for completion in completions] == [
+            alone[3, c] for c in range(1, 5)
+        ]
         stats = engine.stats()
         assert stats.n_adapter_changes == 1
         assert stats.steps <= 13
@@ -217,8 +221,10 @@ def test_prompts_longer_than_a_ubatch_beside_windows(tmp_path: Path, ring: Liter
             together = engine.generate([prompt] * 3, choices)
             n_changes = engine.stats().n_adapter_changes
             alone = [engine.generate(prompt, choice) for choice in choices]
-            assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-            assert len({tuple(one.token_ids) for one in alone}) == 3
+            assert [completion.token_ids for completion in together] == [
+                completion.token_ids for completion in alone
+            ]
+            assert len({tuple(completion.token_ids) for completion in alone}) == 3
             if model.attends:
                 assert (n_changes == 1) == (ring == "auto")
 
@@ -241,17 +247,17 @@ def test_paths_differ_by_the_rounding_of_ggml(tmp_path: Path, type_name: str) ->
             with engine_of(model, n_ctx=256, prefix_cache=False, **options) as engine:
                 return np.array(engine.score_tokens(prompt, adapter=adapter).logprobs[1:], np.float64)
 
-    def error(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-        return float(np.abs(one - other).mean())
+    def error(rows: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
+        return float(np.abs(rows - other).mean())
 
     options: tuple[dict[str, object], ...] = (
         {},
         {"tuning": lp.EngineTuning(ring="off")},
         {"tuning": lp.EngineTuning(swa_full=False)},
     )
-    ring, off, window = (logprobs("ggml", path, **one) for one in options)
+    ring, off, window = (logprobs("ggml", path, **settings) for settings in options)
     assert (ring == off).all() and (off == window).all()
-    ring, off, window = (logprobs("auto", path, **one) for one in options)
+    ring, off, window = (logprobs("auto", path, **settings) for settings in options)
     right = logprobs("auto", whole)
     assert (off == window).all()
     assert error(ring, right) < error(off, right) + 1e-3  # the ring's path is the more exact one
@@ -355,7 +361,7 @@ def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: li
     [(3, TypeError), ("", ValueError), ({}, ValueError), ({"a": float("nan")}, ValueError), ({"a": 2000}, ValueError),
      ({"a": "1"}, TypeError), ({3: 1.0}, TypeError), (["a"], TypeError)],
 )  # fmt: skip
-def test_wrong_choices(value: object, error: type[Exception]) -> None:
+def test_wrong_choices_are_refused(value: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         params(value)
 
@@ -378,10 +384,10 @@ def test_scores_with_an_adapter(tmp_path: Path, model: lp.Model, path: Path, fil
     adapter: dict[str | lp.Adapter | lp.ControlVector, float] = {"a": 0.5, "b": 1.5}
     with engine_of(model) as engine:
         base = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]])
-        found = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]], adapter=adapter)
-        for one, right, wrong in zip(found, expected, base, strict=True):
-            assert one.logprobs == pytest.approx(right.logprobs, abs=3e-3)
-            assert one.total != pytest.approx(wrong.total, abs=0.1)
+        scores = engine.score(PROMPT[:6], [PROMPT[6:10], PROMPT[8:]], adapter=adapter)
+        for score, right, wrong in zip(scores, expected, base, strict=True):
+            assert score.logprobs == pytest.approx(right.logprobs, abs=3e-3)
+            assert score.total != pytest.approx(wrong.total, abs=0.1)
         tokens = engine.score_tokens(PROMPT, adapter=adapter)
         assert tokens.logprobs == pytest.approx(expected_tokens.logprobs, abs=3e-3)
         assert engine.perplexity(PROMPT * 4, n_window=16, adapter=adapter) == pytest.approx(
@@ -402,8 +408,8 @@ def test_a_draft_model_changes_no_text(
     pairs = [(i, c) for i in range(4) for c in range(5)]
     draft = path if kind == "model" else dflash_draft(tmp_path / "d.gguf", path, None, layers=(0, 1))
     with engine_of(model, draft=draft) as engine:
-        found = engine.generate(
+        completions = engine.generate(
             [prompt_of(i) for i, _ in pairs], [params(CHOICES[c], speculate="draft") for _, c in pairs]
         )
         engine.check_integrity()
-    assert [list(one.token_ids) for one in found] == [alone[pair] for pair in pairs]
+    assert [list(completion.token_ids) for completion in completions] == [alone[pair] for pair in pairs]

@@ -59,8 +59,8 @@ def prompts(model: lp.Model, n: int) -> list[list[int]]:
 class TestSame:
     @pytest.mark.device
     def test_every_way_says_the_same(self, engine: lp.Engine, loop: PlainLoop) -> None:
-        given = prompts(engine.model, 6)
-        for prompt, said in zip(given, engine.generate(given, greedy(20)), strict=True):
+        inputs = prompts(engine.model, 6)
+        for prompt, said in zip(inputs, engine.generate(inputs, greedy(20)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
 
     @pytest.mark.device
@@ -68,8 +68,8 @@ class TestSame:
         """Two steps under way all the time, whatever it costs."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
         fix_micro_batches(engine, 2)
-        given = prompts(engine.model, 9)
-        for prompt, said in zip(given, engine.generate(given, greedy(20)), strict=True):
+        inputs = prompts(engine.model, 9)
+        for prompt, said in zip(inputs, engine.generate(inputs, greedy(20)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
         assert engine.stats().n_micro_batches == 2
 
@@ -77,8 +77,8 @@ class TestSame:
         """Requests lose their slots while a step of theirs is under way."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, n_cells=256, pipeline_depth=2)
         fix_micro_batches(engine, 2)
-        given = prompts(engine.model, 8)
-        for prompt, said in zip(given, engine.generate(given, greedy(90)), strict=True):
+        inputs = prompts(engine.model, 8)
+        for prompt, said in zip(inputs, engine.generate(inputs, greedy(90)), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
         assert engine.stats().n_preempted > 0
 
@@ -104,13 +104,13 @@ class TestSame:
         """The change comes while a step is under way: nobody is in two of them."""
         engine = make_engine(n_seq_max=4, n_ubatch=32, pipeline_depth=2)
         fix_micro_batches(engine)
-        given = prompts(engine.model, 6)
-        results = Worker(lambda: engine.generate(given, greedy(60)))
+        inputs = prompts(engine.model, 6)
+        results = Worker(lambda: engine.generate(inputs, greedy(60)))
         n = 1
         while results.is_alive():
             n = 3 - n
             set_micro_batches(engine, n)
-        for prompt, said in zip(given, results.result(), strict=True):
+        for prompt, said in zip(inputs, results.result(), strict=True):
             assert loop.agrees(prompt, said.token_ids, BOUND)
 
 
@@ -131,23 +131,23 @@ class TestLate:
         assert again.token_ids == whole.token_ids
 
     def test_streams_get_every_token_once(self, engine: lp.Engine, loop: PlainLoop) -> None:
-        given = prompts(engine.model, 4)
-        streams = [engine.stream(prompt, greedy(25)) for prompt in given]
-        for stream, prompt in zip(streams, given, strict=True):
+        inputs = prompts(engine.model, 4)
+        streams = [engine.stream(prompt, greedy(25)) for prompt in inputs]
+        for stream, prompt in zip(streams, inputs, strict=True):
             tokens = [token for delta in stream for token in delta.token_ids]
             assert len(tokens) == 25 and loop.agrees(prompt, tokens, BOUND)
 
     @pytest.mark.device
     def test_cancelled_at_every_token(self, engine: lp.Engine, loop: PlainLoop) -> None:
         """Whatever is under way then, the others go on and nothing is left."""
-        given = prompts(engine.model, 3)
+        inputs = prompts(engine.model, 3)
         for n in range(6):
-            cancelled = engine.stream(given[0], greedy(200))
-            others = [Worker(lambda p=p: engine.generate(p, greedy(12))) for p in given[1:]]
+            cancelled = engine.stream(inputs[0], greedy(200))
+            others = [Worker(lambda p=p: engine.generate(p, greedy(12))) for p in inputs[1:]]
             for _ in range(n):
                 next(cancelled)
             cancelled.close()
-            for other, prompt in zip(others, given[1:], strict=True):
+            for other, prompt in zip(others, inputs[1:], strict=True):
                 said = other.result().token_ids
                 assert len(said) == 12 and loop.agrees(prompt, said, BOUND)
         engine.check_integrity()
@@ -228,24 +228,24 @@ class TestFailures:
     @pytest.mark.device
     @pytest.mark.parametrize("code", [-1, -2, -3])
     def test_a_failed_launch_ends_its_own_requests(self, engine: lp.Engine, code: int) -> None:
-        given = prompts(engine.model, 2)
-        whole = [engine.generate(prompt, greedy(10)) for prompt in given]
+        inputs = prompts(engine.model, 2)
+        whole = [engine.generate(prompt, greedy(10)) for prompt in inputs]
         fail_next(pipeline_of(engine), "launch", code)
         with pytest.raises(DecodeError):
-            engine.generate(given[0], greedy(10))
-        for prompt, completion in zip(given, whole, strict=True):
+            engine.generate(inputs[0], greedy(10))
+        for prompt, completion in zip(inputs, whole, strict=True):
             assert engine.generate(prompt, greedy(10)).token_ids == completion.token_ids
         engine.check_integrity()
 
     def test_a_failure_in_the_middle(self, engine: lp.Engine) -> None:
         """Those in the step fail, the one that waits for a slot does not."""
-        given = prompts(engine.model, 5)
-        whole = [engine.generate(prompt, greedy(10)) for prompt in given]
+        inputs = prompts(engine.model, 5)
+        whole = [engine.generate(prompt, greedy(10)) for prompt in inputs]
         fix_micro_batches(engine, 1)
         with held(engine):
-            asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in given[:4]]
+            asked = [Worker(engine.generate, prompt, greedy(200)) for prompt in inputs[:4]]
             wait_until(lambda: inbox_of(engine).qsize() == 4)
-            waiting = Worker(engine.generate, given[4], greedy(10))
+            waiting = Worker(engine.generate, inputs[4], greedy(10))
             wait_until(lambda: inbox_of(engine).qsize() == 5)
 
         def fail() -> bool:
@@ -296,27 +296,27 @@ class TestCohortSwitch:
         monkeypatch.setattr(micro_batches, "perf_counter", lambda: now[0])
         executor = self.Executor()
         switch = micro_batches.MicroBatchSwitch(executor)  # type: ignore[arg-type]
-        found = []
+        counts = []
         for _ in range(40):
             for _ in range(micro_batches._WINDOW):
                 now[0] += (compute_s + other_s) / (effect if switch.n == 2 else 1.0) / switch.n
                 executor.compute += compute_s / switch.n
                 switch.stepped(8 // switch.n)
-            found.append(switch.n)
-        return found
+            counts.append(switch.n)
+        return counts
 
     def test_computing_that_dominates_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(self.run(monkeypatch, 1.0, 0.5, 2.0)) == {1}
 
     def test_a_gain_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = self.run(monkeypatch, 1.0, 3.0, 1.3)
-        assert found[:1] == [2] and set(found) == {2}
+        counts = self.run(monkeypatch, 1.0, 3.0, 1.3)
+        assert counts[:1] == [2] and set(counts) == {2}
 
     def test_a_gain_that_does_not_come_is_given_up_and_tried_ever_more_rarely(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        found = self.run(monkeypatch, 1.0, 3.0, 0.9)
-        tries = [i for i, n in enumerate(found) if n == 2]
+        counts = self.run(monkeypatch, 1.0, 3.0, 0.9)
+        tries = [i for i, n in enumerate(counts) if n == 2]
         gaps = [b - a for a, b in pairwise(tries)]
         assert tries[0] == 0 and len(tries) <= 6
         assert gaps == sorted(gaps) and gaps[-1] >= 8

@@ -117,8 +117,8 @@ def test_columns_of_tables(engine: lp.Engine, call: Call) -> None:
     """A column is a list of its values. A table is refused: iterating over it gives the names of its columns."""
     texts = ["a b", "b a"]
     for column in (pandas.Series(["gone", *texts])[1:], arrow.chunked_array([texts])):
-        assert [one.text for one in engine.generate(column, GREEDY)] == [
-            one.text for one in engine.generate(texts, GREEDY)
+        assert [completion.text for completion in engine.generate(column, GREEDY)] == [
+            completion.text for completion in engine.generate(texts, GREEDY)
         ]
     for table in (pandas.DataFrame({"text": texts}), arrow.table({"text": texts})):
         with pytest.raises(TypeError, match=r"is a (DataFrame|Table); give one of its columns as a list"):
@@ -592,9 +592,9 @@ def test_files_that_are_no_models(
     if content is not None:
         path.write_bytes(content)
     ways: list[Any] = [path, str(path), bytes(path)]
-    for given in ways:
+    for way in ways:
         with pytest.raises(ModelLoadError, match=message) as caught:
-            lp.Model(given)
+            lp.Model(way)
         assert str(caught.value).startswith(str(path))
 
 

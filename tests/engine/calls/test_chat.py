@@ -51,7 +51,9 @@ class TestAnswers:
     def test_conversations_are_answered_in_their_order(self, engine: lp.Engine) -> None:
         texts = [f"Number {i}" for i in range(12)]
         together = engine.chat(texts, GREEDY)
-        assert [one.content for one in together] == [engine.chat(text, GREEDY).content for text in texts]
+        assert [answer.content for answer in together] == [
+            engine.chat(text, GREEDY).content for text in texts
+        ]
 
     def test_a_stream_joins_to_the_answer(self, engine: lp.Engine) -> None:
         parts = list(engine.stream_chat(HELLO, GREEDY))
@@ -66,7 +68,7 @@ class TestAnswers:
             several = await engine.achat([HELLO, "x" * 9000], lp.SamplingParams(max_tokens=1))
             return (
                 joined(streamed).content,
-                [one.content for one in several],
+                [answer.content for answer in several],
                 (await engine.achat(HELLO, GREEDY)).content,
             )
 
@@ -105,13 +107,13 @@ def speaking(path: Path, text: str, specials: tuple[str, ...], source: str) -> I
 def speaking_family(path: Path, name: str, text: str) -> AbstractContextManager[lp.Engine]:
     """An engine whose model says this text after a prompt of the family."""
     family = FAMILIES[name]
-    one = template(family.template)
-    prompt = one.render(HELLO, template_args={"enable_thinking": False})
+    chat_template = template(family.template)
+    prompt = chat_template.render(HELLO, template_args={"enable_thinking": False})
     if family.think and prompt.endswith(family.think[0]):  # a prompt that opens the reasoning
         text = f"Hm. {family.think[1]}{text}"
     # Some repeat their control tokens, which a table of bigrams cannot: here they are text.
     specials = () if any(text.count(special) > 1 for special in family.specials) else family.specials
-    return speaking(path, text, specials, one.text)
+    return speaking(path, text, specials, chat_template.text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,8 +177,8 @@ def test_control_tokens_are_no_content(
     with speaking(tmp_path, said, specials, template(name).text) as engine:
         answer = engine.chat(HELLO, GREEDY)
         streamed = joined(list(engine.stream_chat(HELLO, GREEDY)))
-        for one in (answer, streamed):
-            assert (one.content, one.reasoning) == (content, reasoning)
+        for completion in (answer, streamed):
+            assert (completion.content, completion.reasoning) == (content, reasoning)
 
 
 class TestTools:
@@ -203,13 +205,15 @@ class TestTools:
         """An answer that consists of calls is read as these; `tool_calls="strict"` reads the template's form only."""
         said = '```json\n{\n  "name": "get_weather",\n  "arguments": {"city": "Paris"}\n}\n```'
         path = scripted_model(tmp_path / "said.gguf", said, (), template(FAMILIES["Hermes"].template).text)
-        given: dict[str, Any] = {"template_args": {"enable_thinking": False}}
+        options: dict[str, Any] = {"template_args": {"enable_thinking": False}}
         with lp.Model(path) as model, lp.Engine(model, n_ctx=8192, n_seq_max=2) as engine:
-            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **given)
-            parts = list(engine.stream_chat(HELLO, GREEDY, tools=TOOLS, **given))
-            for one in (answer, joined(parts)):
-                assert [(call.name, call.arguments) for call in one.tool_calls] == [("get_weather", PARIS)]
-                assert one.content == ""
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **options)
+            parts = list(engine.stream_chat(HELLO, GREEDY, tools=TOOLS, **options))
+            for completion in (answer, joined(parts)):
+                assert [(call.name, call.arguments) for call in completion.tool_calls] == [
+                    ("get_weather", PARIS)
+                ]
+                assert completion.content == ""
             assert answer.finish_reason == parts[-1].finish_reason == "tool_calls"
             assert sum(bool(part.tool_calls) for part in parts) == 1
             texts: list[dict[str, Any]] = [
@@ -222,10 +226,10 @@ class TestTools:
                 {"tools": TOOLS[1:]},
             ]
             for more in texts:
-                answer = engine.chat(HELLO, **{"params": GREEDY, **given, **more})
+                answer = engine.chat(HELLO, **{"params": GREEDY, **options, **more})
                 assert (answer.content, answer.tool_calls, answer.finish_reason) == (said, (), "stop")
         with lp.Model(path, tool_calls="strict") as model, lp.Engine(model, n_ctx=8192) as engine:
-            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **given)
+            answer = engine.chat(HELLO, GREEDY, tools=TOOLS, **options)
             assert (answer.content, answer.tool_calls, answer.finish_reason) == (said, (), "stop")
         with pytest.raises(ValueError, match="'lenient', 'strict'"):
             lp.Model(path, tool_calls="loose")  # type: ignore[arg-type]
@@ -233,16 +237,16 @@ class TestTools:
     def test_arguments_are_streamed(self, tmp_path: Path) -> None:
         family = FAMILIES["Hermes"]
         with speaking(tmp_path, family.full, (), template(family.template).text) as engine:
-            given: dict[str, Any] = {"tools": TOOLS, "template_args": {"enable_thinking": False}}
-            (call,) = engine.chat(HELLO, GREEDY, **given).tool_calls
-            pieces = [p for part in engine.stream_chat(HELLO, GREEDY, **given) for p in part.tool_calls]
+            options: dict[str, Any] = {"tools": TOOLS, "template_args": {"enable_thinking": False}}
+            (call,) = engine.chat(HELLO, GREEDY, **options).tool_calls
+            pieces = [p for part in engine.stream_chat(HELLO, GREEDY, **options) for p in part.tool_calls]
             assert len(pieces) > 5 and "".join(piece.arguments for piece in pieces) == call.arguments_text
             # A stop string within the arguments ends the answer there.
             params = lp.SamplingParams(temperature=0, max_tokens=None, stop='"unit"')
-            answer = engine.chat(HELLO, params, **given)
-            parts = list(engine.stream_chat(HELLO, params, **given))
-            for one in (answer, joined(parts)):
-                (call,) = one.tool_calls
+            answer = engine.chat(HELLO, params, **options)
+            parts = list(engine.stream_chat(HELLO, params, **options))
+            for completion in (answer, joined(parts)):
+                (call,) = completion.tool_calls
                 assert (call.arguments, call.is_complete) == ({"city": FULL["city"]}, False)
             assert answer.finish_reason == parts[-1].finish_reason == "stop"
             assert json.loads(answer.message["tool_calls"][0]["function"]["arguments"]) == call.arguments
@@ -480,9 +484,9 @@ class TestOddAnswers:
         assert {answer.reasoning for answer in answers} == {"Hm <tool_call> never closed"}
 
     def test_tools_from_a_generator_serve_every_conversation(self, engine: lp.Engine, tmp_path: Path) -> None:
-        with speaking_family(tmp_path, "Hermes", FAMILIES["Hermes"].full) as one:
+        with speaking_family(tmp_path, "Hermes", FAMILIES["Hermes"].full) as speaking_engine:
             params = lp.SamplingParams(temperature=0, max_tokens=3)
-            answers = one.chat([HELLO, HELLO], params, tools=iter(TOOLS))  # type: ignore[call-overload]
+            answers = speaking_engine.chat([HELLO, HELLO], params, tools=iter(TOOLS))  # type: ignore[call-overload]
         assert len({answer.n_prompt_tokens for answer in answers}) == 1
 
     def test_reasoning_is_continued(self, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ OTHER = "In a house near the mill"
 
 
 class TestGenerate:
-    def test_completion(self, engine: lp.Engine, loop: PlainLoop) -> None:
+    def test_a_completion_is_that_of_a_plain_loop(self, engine: lp.Engine, loop: PlainLoop) -> None:
         ids = engine.model.tokenize(PROMPT)
         out = engine.generate(PROMPT, greedy(20, seed=77))
         assert out.token_ids == loop.greedy(ids, 20)
@@ -189,8 +189,8 @@ class TestGenerate:
 
     def test_completions_have_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
         each = [greedy(3), greedy(1), greedy(2)]
-        found = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
-        assert [found[i].n_completion_tokens for i in range(2)] == [1, 2]
+        completions = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
+        assert [completions[i].n_completion_tokens for i in range(2)] == [1, 2]
         with pytest.raises(ValueError, match="params has 1 items"):
             list(engine.iter_completed([PROMPT] * 2, each[1:2]))
         with pytest.raises(ValueError, match="there are 2 prompts"):
@@ -213,7 +213,7 @@ class TestGenerate:
         long = replace(out, choices=(replace(out.choices[0], text="a" * 1000), *out.choices))
         assert "n_choices=2" in repr(long) and len(repr(long)) < 160
 
-    def test_repr(self, make_engine: MakeEngine) -> None:
+    def test_repr_has_the_sizes_and_says_whether_it_is_closed(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_ctx=100, n_seq_max=3)
         for part in ("n_ctx=100", "n_seq_max=3", "n_cells=300", "tiny.gguf"):
             assert part in repr(engine)
@@ -236,13 +236,13 @@ class TestEnd:
             with pytest.raises(InvalidRequestError, match="50 tokens; n_ctx is 50"):
                 engine.generate([1] * 50)
 
-    def test_stop_tokens(self, engine: lp.Engine, loop: PlainLoop) -> None:
+    def test_a_stop_token_ends_the_text_and_is_left_out(self, engine: lp.Engine, loop: PlainLoop) -> None:
         expected = loop.greedy(engine.model.tokenize(PROMPT), 30)
         for token in set(expected):
             out = engine.generate(PROMPT, greedy(30, stop_token_ids=(5, token)))
             assert (out.token_ids, out.finish_reason) == (expected[: expected.index(token)], "stop")
 
-    def test_ignore_eos(self, engine: lp.Engine) -> None:
+    def test_eos_ends_a_text_unless_it_is_ignored(self, engine: lp.Engine) -> None:
         eos = engine.model.eos
         assert eos is not None
         out = engine.generate(PROMPT, greedy(5, logit_bias={eos: 1000.0}, ignore_eos=False))
@@ -286,7 +286,7 @@ class TestSampling:
                 alone.add(engine.generate(texts, each)[place].text)
         assert len(alone) == 1
 
-    def test_seeds(self, engine: lp.Engine) -> None:
+    def test_random_seeds_are_told_and_repeat_their_texts(self, engine: lp.Engine) -> None:
         outs = engine.generate([PROMPT] * 8, lp.SamplingParams(max_tokens=20))
         assert len({out.seed for out in outs}) == 8
         assert len({out.text for out in outs}) > 1
@@ -301,7 +301,7 @@ class TestSampling:
         expected = loop.greedy(engine.model.tokenize(PROMPT), 20)
         assert engine.generate(PROMPT, params).token_ids == expected
 
-    def test_forbidden(self, engine: lp.Engine, loop: PlainLoop) -> None:
+    def test_forbidden_tokens_never_come(self, engine: lp.Engine, loop: PlainLoop) -> None:
         """Each time the token that would have come first is forbidden; the plain loop with the same bans agrees."""
         banned: list[int] = []
         for _ in range(5):
@@ -311,7 +311,7 @@ class TestSampling:
         assert len(set(banned)) == 5
         assert banned[0] == loop.greedy(engine.model.tokenize(PROMPT), 1)[0]
 
-    def test_forced(self, engine: lp.Engine) -> None:
+    def test_a_large_bias_forces_a_token(self, engine: lp.Engine) -> None:
         out = engine.generate(PROMPT, greedy(10, logit_bias={321: 1000.0}))
         assert out.token_ids == [321] * 10
 
@@ -331,7 +331,9 @@ class TestSampling:
     @pytest.mark.parametrize(
         "penalty", [{"presence_penalty": 1e3}, {"frequency_penalty": 1e3}, {"repeat_penalty": 1e6}]
     )
-    def test_penalties(self, engine: lp.Engine, penalty: dict[str, float]) -> None:
+    def test_strong_penalties_allow_no_repeat_in_their_window(
+        self, engine: lp.Engine, penalty: dict[str, float]
+    ) -> None:
         """So strong that nothing comes again, within the window they look at; the prompt counts."""
         prompt = [1, *range(300, 340)]
         out = engine.generate(prompt, greedy(100, repeat_last_n=-1, **penalty))
@@ -399,7 +401,7 @@ class TestCancel:
         stats = engine.stats()
         assert (stats.steps, stats.n_active, stats.n_queued) == (3, 0, 0)
 
-    def test_timeout_zero(self, engine: lp.Engine) -> None:
+    def test_a_timeout_of_zero_raises_at_once(self, engine: lp.Engine) -> None:
         with pytest.raises(TimeoutError):
             engine.generate(PROMPT, greedy(None), timeout=0)
         assert engine.stats().n_active == 0
@@ -415,7 +417,7 @@ class TestCancel:
 
 
 class TestQueue:
-    def test_full(self, make_engine: MakeEngine) -> None:
+    def test_a_full_queue_refuses_who_does_not_wait(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=1, max_queue=2)
         with Gate(engine) as gate:
             workers = [Worker(engine.generate, OTHER, greedy(2))]
@@ -448,7 +450,7 @@ class TestQueue:
         }
         assert queue_of(engine).n == 0
 
-    def test_many_threads(self, make_engine: MakeEngine) -> None:
+    def test_waiting_threads_all_get_in(self, make_engine: MakeEngine) -> None:
         """All get in sooner or later, though some of those that waited gave up."""
         engine = make_engine(n_seq_max=2, max_queue=1)
         expected = engine.generate(PROMPT, greedy(5)).token_ids
@@ -504,7 +506,7 @@ class TestQueue:
 
 
 class TestClose:
-    def test_drains(self, make_engine: MakeEngine) -> None:
+    def test_close_drains(self, make_engine: MakeEngine) -> None:
         """What was asked for before comes, what waits in the queue too; what comes later is refused."""
         engine = make_engine(n_seq_max=2)
         with Gate(engine) as gate:
@@ -527,7 +529,7 @@ class TestClose:
         assert [out.finish_reason for out in outs] == ["length"] * len(outs)
         assert len({out.text for out in outs}) == 1
 
-    def test_cancels(self, make_engine: MakeEngine) -> None:
+    def test_close_without_draining_cancels(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=2)
         with Gate(engine) as gate:
             call = Worker(engine.generate, [PROMPT] * 6, greedy(None))
@@ -562,7 +564,7 @@ class TestClose:
             with pytest.raises(EngineClosedError):
                 call(PROMPT)
 
-    def test_with(self, tiny: lp.Model) -> None:
+    def test_leaving_with_drains(self, tiny: lp.Model) -> None:
         with lp.Engine(tiny, n_ctx=64, n_threads=1) as engine:
             call = submitted(engine, engine.generate, PROMPT, greedy(20))
         assert call.result().finish_reason == "length"
@@ -643,14 +645,16 @@ class TestSharing:
             assert [out.token_ids for out in outs] == expected * 3
 
     @pytest.mark.device
-    def test_default_options(self, demo: lp.Model, make_engine: MakeEngine) -> None:
+    def test_by_default_each_sequence_has_a_full_context(
+        self, demo: lp.Model, make_engine: MakeEngine
+    ) -> None:
         engine = make_engine(demo, n_ctx=None, n_threads=None)
         assert (engine.n_ctx, engine.n_seq_max, engine.n_cells) == (demo.n_ctx_train, 8, demo.n_ctx_train * 8)
         outs = engine.generate([PROMPT] * 3, greedy(10))
         assert len({out.text for out in outs}) == 1
 
     @pytest.mark.device
-    def test_blocking_engine(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
+    def test_one_slot_gives_the_text_of_a_plain_loop(self, make_engine: MakeEngine, loop: PlainLoop) -> None:
         """One slot: the baseline."""
         engine = make_engine(n_seq_max=1, n_ubatch=32, batch_window_us=0)
         for _ in range(3):

@@ -167,8 +167,8 @@ class TestIterCompleted:
     def test_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
         async def lengths(n_params: int) -> list[int]:
             each = [greedy(n + 1) for n in range(n_params)]
-            found = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
-            return [found[i].n_completion_tokens for i in range(3)]
+            completions = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
+            return [completions[i].n_completion_tokens for i in range(3)]
 
         assert run(lengths(3)) == [1, 2, 3]
         with pytest.raises(ValueError, match="params has 2 items"):
@@ -438,7 +438,7 @@ class TestCancel:
 
 
 class TestQueue:
-    def test_full(self, make_engine: MakeEngine) -> None:
+    def test_a_full_queue_refuses_who_does_not_wait(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=1, max_queue=1)
 
         async def main() -> None:
@@ -705,7 +705,7 @@ class TestLoops:
 class TestTwins:
     """Calls for asyncio that give what those for threads give."""
 
-    def test_a_generation(self, engine: lp.Engine) -> None:
+    def test_a_generation_gives_the_same_tokens(self, engine: lp.Engine) -> None:
         expected = engine.generate(PROMPT, greedy(9)).token_ids
 
         async def main() -> None:
@@ -765,7 +765,7 @@ class TestTwins:
 
         run(main())
 
-    def test_scores(self, engine: lp.Engine) -> None:
+    def test_scores_are_those_for_threads(self, engine: lp.Engine) -> None:
         tokens = list(range(5, 25))
 
         async def main() -> list[Any]:
@@ -776,9 +776,9 @@ class TestTwins:
                 await engine.ascore([1, 5], [[7], [8, 9]]),
             ]
 
-        one, two, perplexity, continuations = run(main())
-        assert one.logprobs == pytest.approx(engine.score_tokens(tokens).logprobs, abs=BOUND)
-        assert [len(score.logprobs) for score in two] == [19, 8]
+        single, pair, perplexity, continuations = run(main())
+        assert single.logprobs == pytest.approx(engine.score_tokens(tokens).logprobs, abs=BOUND)
+        assert [len(score.logprobs) for score in pair] == [19, 8]
         assert perplexity == pytest.approx(engine.perplexity(tokens), rel=BOUND)
         assert [len(score.logprobs) for score in continuations] == [1, 2]
 
@@ -787,8 +787,8 @@ class TestTwins:
 
         async def main() -> None:
             assert len(await engine.agenerate([PROMPT, OTHER], greedy(3), progress=True)) == 2
-            found = engine.aiter_completed([PROMPT, OTHER], greedy(3), progress=True)
-            assert sorted([index async for index, _ in found]) == [0, 1]
+            completed = engine.aiter_completed([PROMPT, OTHER], greedy(3), progress=True)
+            assert sorted([index async for index, _ in completed]) == [0, 1]
 
         run(main())
 

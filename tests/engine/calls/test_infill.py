@@ -30,15 +30,15 @@ def test_each_call_completes_the_models_prompt(engine: lp.Engine, order: Any) ->
     extra: list[Any] = [("fox.py", "A fox ran."), {"text": "A box."}]
     prompt = engine.model.tokenize_fim("Once", "end", extra=extra, filename="end.py", order=order)
     expected = engine.generate(prompt, PARAMS)
-    given: dict[str, Any] = {"extra": extra, "filename": "end.py", "order": order}
-    found = engine.infill("Once", "end", PARAMS, **given)
-    assert (found.text, found.n_prompt_tokens) == (expected.text, len(prompt))
-    with engine.stream_infill("Once", "end", PARAMS, **given) as stream:
+    options: dict[str, Any] = {"extra": extra, "filename": "end.py", "order": order}
+    completion = engine.infill("Once", "end", PARAMS, **options)
+    assert (completion.text, completion.n_prompt_tokens) == (expected.text, len(prompt))
+    with engine.stream_infill("Once", "end", PARAMS, **options) as stream:
         assert "".join(delta.text for delta in stream) == expected.text
 
     async def tasks() -> None:
-        assert (await engine.ainfill("Once", "end", PARAMS, **given)).text == expected.text
-        async with engine.astream_infill("Once", "end", PARAMS, **given) as stream:
+        assert (await engine.ainfill("Once", "end", PARAMS, **options)).text == expected.text
+        async with engine.astream_infill("Once", "end", PARAMS, **options) as stream:
             assert "".join([delta.text async for delta in stream]) == expected.text
 
     asyncio.run(tasks())
@@ -47,9 +47,11 @@ def test_each_call_completes_the_models_prompt(engine: lp.Engine, order: Any) ->
 @pytest.mark.parametrize("n_new", [1, 100, 5000, None])
 def test_a_long_file_is_cut_to_leave_room(engine: lp.Engine, n_new: int | None) -> None:
     params = lp.SamplingParams(max_tokens=n_new, stop=[" "])
-    found = engine.infill(LINES * 20, LINES, params)
-    assert fim_room(N_CTX, n_new) * 0.8 < found.n_prompt_tokens <= fim_room(N_CTX, n_new)
-    assert asyncio.run(engine.ainfill(LINES * 20, LINES, params)).n_prompt_tokens == found.n_prompt_tokens
+    completion = engine.infill(LINES * 20, LINES, params)
+    assert fim_room(N_CTX, n_new) * 0.8 < completion.n_prompt_tokens <= fim_room(N_CTX, n_new)
+    assert (
+        asyncio.run(engine.ainfill(LINES * 20, LINES, params)).n_prompt_tokens == completion.n_prompt_tokens
+    )
 
 
 def test_wrong_calls_raise(engine: lp.Engine, demo: lp.Model) -> None:
@@ -76,13 +78,13 @@ def test_wrong_calls_raise(engine: lp.Engine, demo: lp.Model) -> None:
 @pytest.mark.parametrize("n_before", [2000, len(LINES)])  # characters: with room to spare, and cut
 def test_a_key_computes_what_it_changes(engine: lp.Engine, order: Any, n_before: int) -> None:
     before, typed, after = LINES[:n_before], "return fox(box) + 1 # and on", LINES[-700:]
-    one = lp.SamplingParams(max_tokens=1, temperature=0)
-    engine.infill(before, after, one, order=order)
+    params = lp.SamplingParams(max_tokens=1, temperature=0)
+    engine.infill(before, after, params, order=order)
     n_suffix = len(engine.model.tokenize_fim("", after))
     n_computed = []
     for i in range(1, len(typed) + 1):
-        found = engine.infill(before + typed[:i], after, one, order=order)
-        n_computed.append(found.n_prompt_tokens - found.n_cached_tokens)
+        completion = engine.infill(before + typed[:i], after, params, order=order)
+        n_computed.append(completion.n_prompt_tokens - completion.n_cached_tokens)
     most = 15 if order == "spm" else 15 + n_suffix
     n_over = sum(n > most for n in n_computed)
     assert n_over <= 1, n_computed  # at most one step is left out meanwhile

@@ -57,24 +57,26 @@ def expected(engine: lp.Engine) -> dict[int, str]:
     return {token: engine.generate([token], ONE).text for (token,) in prompts(500)}
 
 
-def test_portions(engine: lp.Engine, queue_lengths: list[int], generate: Callable[..., Any]) -> None:
+def test_prompts_are_asked_in_portions(
+    engine: lp.Engine, queue_lengths: list[int], generate: Callable[..., Any]
+) -> None:
     texts = expected(engine)
     queue_lengths.clear()
-    found = generate(engine, prompts(), ONE)
-    assert [out.text for out in found] == [texts[token] for (token,) in prompts()]
+    completions = generate(engine, prompts(), ONE)
+    assert [out.text for out in completions] == [texts[token] for (token,) in prompts()]
     assert len(queue_lengths) == 6 and max(queue_lengths) < 3 * PORTION
 
 
-def test_choices_count(engine: lp.Engine, queue_lengths: list[int]) -> None:
-    found = engine.generate(prompts(60), lp.SamplingParams(max_tokens=1, n=PORTION // 8))
-    assert len(found) == 60 and all(len(out.choices) == PORTION // 8 for out in found)
+def test_portions_count_choices(engine: lp.Engine, queue_lengths: list[int]) -> None:
+    completions = engine.generate(prompts(60), lp.SamplingParams(max_tokens=1, n=PORTION // 8))
+    assert len(completions) == 60 and all(len(out.choices) == PORTION // 8 for out in completions)
     assert len(queue_lengths) == 8  # portions of eight prompts
 
 
-def test_scores(engine: lp.Engine, queue_lengths: list[int]) -> None:
+def test_scores_are_asked_in_portions(engine: lp.Engine, queue_lengths: list[int]) -> None:
     pairs = [[3 + i % 500, 4 + i // 500, 5] for i in range(N)]
-    found = engine.score_tokens(pairs)
-    assert [list(score.token_ids) for score in found] == [pair[1:] for pair in pairs]
+    scores = engine.score_tokens(pairs)
+    assert [list(score.token_ids) for score in scores] == [pair[1:] for pair in pairs]
     assert max(queue_lengths) < 3 * PORTION
 
 
@@ -92,9 +94,9 @@ def prompts_to_score(n: int) -> list[list[int]]:
 
 def test_a_timeout_answers_every_prompt(engine: lp.Engine, generate: Callable[..., Any]) -> None:
     params = lp.SamplingParams(max_tokens=20, ignore_eos=True)
-    found = generate(engine, prompts(), params, timeout=0.05, on_timeout="return")
-    assert len(found) == N
-    reasons = [out.finish_reason for out in found]
+    completions = generate(engine, prompts(), params, timeout=0.05, on_timeout="return")
+    assert len(completions) == N
+    reasons = [out.finish_reason for out in completions]
     assert set(reasons) <= {"length", "timeout"} and reasons[-1] == "timeout"
     assert engine.stats().n_queued == engine.stats().n_active == 0
 
@@ -121,9 +123,9 @@ def test_without_waiting_all_are_accepted_or_none(
 
 def test_errors_keep_their_places(engine: lp.Engine) -> None:
     bad = {0, PORTION - 1, PORTION, N - 1}
-    given = [[3] * 100 if i in bad else [3 + i % 500] for i in range(N)]
-    found = engine.generate(given, ONE, on_error="return")
-    assert {i for i, out in enumerate(found) if isinstance(out, Exception)} == bad
+    inputs = [[3] * 100 if i in bad else [3 + i % 500] for i in range(N)]
+    results = engine.generate(inputs, ONE, on_error="return")
+    assert {i for i, out in enumerate(results) if isinstance(out, Exception)} == bad
 
 
 @pytest.mark.parametrize("drain", [True, False])

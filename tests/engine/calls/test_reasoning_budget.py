@@ -32,13 +32,13 @@ def thinking(path: Path, name: str, answer: str = "Yes, 40 km.") -> Iterator[lp.
     family = FAMILIES[name]
     assert family.think is not None
     begin, end = family.think
-    one = template(family.template)
+    chat_template = template(family.template)
     text = f"{begin}{THOUGHT}{end}{answer}"
-    if one.render(HELLO).rstrip().endswith(begin.strip()):
+    if chat_template.render(HELLO).rstrip().endswith(begin.strip()):
         text = text.removeprefix(begin)
     specials = tuple(dict.fromkeys((*family.specials, begin.strip(), end.strip())))
     with (
-        lp.Model(scripted_model(path / "said.gguf", text, specials, one.text)) as model,
+        lp.Model(scripted_model(path / "said.gguf", text, specials, chat_template.text)) as model,
         lp.Engine(model, n_ctx=8192, n_seq_max=4) as engine,
     ):
         yield engine
@@ -84,7 +84,7 @@ def test_several_choices_and_log_probabilities(tmp_path: Path) -> None:
             assert choice.content.strip() == "Yes, 40 km."
             assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)
         # What no row proposed is as improbable as it was.
-        assert min(one.logprob for one in answer.choices[0].logprobs or ()) < -5
+        assert min(entry.logprob for entry in answer.choices[0].logprobs or ()) < -5
 
 
 @pytest.mark.parametrize("schema", [True, False])
@@ -97,11 +97,11 @@ def test_a_constraint_of_the_answer_holds_after_it(tmp_path: Path, schema: bool)
             "properties": {"km": {"type": "integer"}},
             "required": ["km"],
         }
-        given: dict[str, Any] = (
+        options: dict[str, Any] = (
             {"response_format": wanted} if schema else {"tools": TOOLS, "tool_choice": "required"}
         )
         for budget in (0, 2, 1000):
-            answer = engine.chat(HELLO, greedy(budget), **given)
+            answer = engine.chat(HELLO, greedy(budget), **options)
             assert (answer.reasoning.strip() == THOUGHT) == (budget == 1000)
             if schema:
                 assert answer.content.replace(" ", "") == '{"km":40}'
@@ -111,10 +111,10 @@ def test_a_constraint_of_the_answer_holds_after_it(tmp_path: Path, schema: bool)
 
 def test_markers_in_pieces_are_found(tmp_path: Path) -> None:
     """A vocabulary without the markers writes them as text, here in pieces of three characters and more."""
-    one = template(FAMILIES["Hermes"].template)
+    chat_template = template(FAMILIES["Hermes"].template)
     text = f"<think>\n{THOUGHT}\n</think>\n\nYes, 40 km."
     with (
-        lp.Model(scripted_model(tmp_path / "said.gguf", text, (), one.text)) as model,
+        lp.Model(scripted_model(tmp_path / "said.gguf", text, (), chat_template.text)) as model,
         lp.Engine(model, n_ctx=1024, n_seq_max=1) as engine,
     ):
         n = len(engine.chat(HELLO, greedy(None)).choices[0].token_ids)
@@ -127,10 +127,10 @@ def test_markers_in_pieces_are_found(tmp_path: Path) -> None:
 
 def test_gpt_oss_goes_to_its_final_channel(tmp_path: Path) -> None:
     family = FAMILIES["gpt-oss"]
-    one = template(family.template)
+    chat_template = template(family.template)
     text = f"<|channel|>analysis<|message|>{THOUGHT}<|end|>"
     with (
-        lp.Model(scripted_model(tmp_path / "said.gguf", text, family.specials, one.text)) as model,
+        lp.Model(scripted_model(tmp_path / "said.gguf", text, family.specials, chat_template.text)) as model,
         lp.Engine(model, n_ctx=4096, n_seq_max=1) as engine,
     ):
         answer = engine.chat(HELLO, greedy(4))
@@ -164,7 +164,7 @@ def test_a_model_that_does_not_reason_is_not_limited(demo: lp.Model) -> None:
         assert limited.content == engine.chat(HELLO, greedy(None)).content != ""
 
 
-def test_bad_values(demo: lp.Model) -> None:
+def test_wrong_budgets_are_refused(demo: lp.Model) -> None:
     assert lp.SamplingParams(reasoning_budget=-1).reasoning_budget is None
     for value, error in ((-2, ValueError), (2**31, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="reasoning_budget"):

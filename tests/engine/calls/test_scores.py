@@ -98,7 +98,7 @@ class TestScore:
     @pytest.mark.parametrize("graph_sampling", ["off", "on"])
     @pytest.mark.parametrize("unified", [False, True])
     @pytest.mark.parametrize("n_slots", [1, 4])
-    def test_many_shapes(
+    def test_scores_of_any_shape_are_those_of_the_rows(
         self, make_engine: MakeEngine, rows: Rows, unified: bool, n_slots: int, graph_sampling: str
     ) -> None:
         engine = make_engine(
@@ -115,9 +115,9 @@ class TestScore:
                 )
             )
         scores = engine.score([c for c, _ in jobs], [list(c) for _, c in jobs])
-        for (context, continuations), found in zip(jobs, scores, strict=True):
-            assert len(found) == len(continuations)
-            for continuation, score in zip(continuations, found, strict=True):
+        for (context, continuations), group in zip(jobs, scores, strict=True):
+            assert len(group) == len(continuations)
+            for continuation, score in zip(continuations, group, strict=True):
                 rows.assert_is(score, context, continuation)
 
     def test_what_is_most_probable_is_greedy(self, make_engine: MakeEngine) -> None:
@@ -131,9 +131,9 @@ class TestScore:
 
     def test_the_shapes_of_answers(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
-        one = engine.score([5, 6], [7])
-        assert isinstance(one, lp.Score)
-        assert engine.score([5, 6], [[7]])[0].logprobs == one.logprobs
+        score = engine.score([5, 6], [7])
+        assert isinstance(score, lp.Score)
+        assert engine.score([5, 6], [[7]])[0].logprobs == score.logprobs
         assert [s.token_ids.tolist() for s in engine.score([5, 6], [[7], [8, 9]])] == [[7], [8, 9]]
         assert [s.token_ids.tolist() for s in engine.score([[5], [6]], [[7], [8]])] == [[7], [8]]
         nested = engine.score([[5], [6], [5]], [[[7], [8]], [9], [[7]]])
@@ -157,9 +157,9 @@ class TestScore:
         engine = make_engine(demo, n_ctx=128, n_seq_max=4)
         texts = ["the", "a cat", "5"]
         expected = engine.score("Once upon a time:", [f" {text}" for text in texts])
-        for found, score in zip(engine.score("Once upon a time: ", texts), expected, strict=True):
-            assert demo.detokenize(found.token_ids) == demo.detokenize(score.token_ids)
-            assert abs(found.total - score.total) < 0.01
+        for spaced, score in zip(engine.score("Once upon a time: ", texts), expected, strict=True):
+            assert demo.detokenize(spaced.token_ids) == demo.detokenize(score.token_ids)
+            assert abs(spaced.total - score.total) < 0.01
         with pytest.raises(InvalidRequestError, match="adds no token"):
             engine.score("Once upon a time: ", ["the", ""])
 
@@ -230,7 +230,7 @@ class TestScore:
         rows.assert_is(first, context, continuation[:5])
         rows.assert_is(second, context, continuation[5:9])
 
-    def test_among_generations(self, make_engine: MakeEngine, rows: Rows) -> None:
+    def test_streams_beside_a_score_change_nothing(self, make_engine: MakeEngine, rows: Rows) -> None:
         engine = make_engine(n_seq_max=3, n_ubatch=32)
         streams = [
             engine.stream(tokens_of(5, i), lp.SamplingParams(max_tokens=200, ignore_eos=True))
@@ -270,7 +270,7 @@ class TestScore:
         ):
             engine.score(tokens_of(200, 1), tokens_of(58, 2))
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         anything: Any = engine
         for arguments, error, message in (
@@ -353,16 +353,16 @@ class TestScore:
                 engine.score([5, BROKEN], [6, 7])
             assert np.isfinite(engine.score([5], [6, 7]).logprobs).all()
 
-    def test_asyncio(self, make_engine: MakeEngine) -> None:
+    def test_tasks_get_the_same_scores(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
 
         async def both() -> list[Any]:
             asked = engine.ascore([5, 6], [7, 8]), engine.ascore([5, 6], [[9]], timeout=60)
             return list(await asyncio.gather(*asked))
 
-        one, (other,) = asyncio.run(both())
+        score, (other,) = asyncio.run(both())
         # ggml rounds products of floats by the number of rows.
-        assert one.logprobs.tolist() == pytest.approx(
+        assert score.logprobs.tolist() == pytest.approx(
             engine.score([5, 6], [7, 8]).logprobs.tolist(), abs=1e-4
         )
         assert other.logprobs.tolist() == pytest.approx(engine.score([5, 6], [9]).logprobs.tolist(), abs=1e-4)
@@ -376,7 +376,7 @@ class TestTokens:
             rows.assert_is(score, tokens[:1], tokens[1:])
         rows.assert_is(engine.score_tokens(several[2]), several[2][:1], several[2][1:])
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         anything: Any = engine
         for tokens, error, message in (
@@ -410,23 +410,23 @@ class TestPerplexity:
         assert rows.model.vocab.add_bos
         engine = make_engine(n_ubatch=32)
         tokens = tokens_of(300, 5)
-        found = engine.perplexity(tokens, window)
-        assert found == pytest.approx(self.expected(rows, tokens, window), rel=1e-3)
+        perplexity = engine.perplexity(tokens, window)
+        assert perplexity == pytest.approx(self.expected(rows, tokens, window), rel=1e-3)
         if window == 256:
-            assert engine.perplexity(tokens, engine.n_ctx) == found
+            assert engine.perplexity(tokens, engine.n_ctx) == perplexity
 
     @pytest.mark.parametrize("n", [2, 40, 257, 258, 700])
     def test_of_every_token(self, make_engine: MakeEngine, rows: Rows, n: int) -> None:
         """By default each token but the first counts once, given as much of the text before it as fits."""
         engine = make_engine(n_ubatch=32)
         tokens = tokens_of(n, 7)
-        found = engine.perplexity(tokens)
+        perplexity = engine.perplexity(tokens)
         if n < 100:
             every = rows(tokens)
             total = sum(float(every[i - 1, tokens[i]]) for i in range(1, n))
-            assert found == pytest.approx(math.exp(-total / (n - 1)), rel=1e-3)
+            assert perplexity == pytest.approx(math.exp(-total / (n - 1)), rel=1e-3)
         elif n == 257:
-            assert found == pytest.approx(math.exp(-engine.score_tokens(tokens).total / 256), rel=1e-6)
+            assert perplexity == pytest.approx(math.exp(-engine.score_tokens(tokens).total / 256), rel=1e-6)
         else:
             pairs = [(tokens[:1], tokens[1:257])]
             pairs += [
@@ -435,9 +435,9 @@ class TestPerplexity:
             assert sum(len(continuation) for _, continuation in pairs) == n - 1
             scores = [engine.score(context, continuation) for context, continuation in pairs]
             total = sum(score.total for score in scores)
-            assert found == pytest.approx(math.exp(-total / (n - 1)), rel=1e-6)
+            assert perplexity == pytest.approx(math.exp(-total / (n - 1)), rel=1e-6)
 
-    def test_of_text(self, make_engine: MakeEngine, demo: lp.Model) -> None:
+    def test_a_text_counts_as_its_tokens(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         engine = make_engine(demo)
         text = "Once upon a time, there was a little fox."
         assert engine.perplexity(text) == engine.perplexity(demo.tokenize(text))
@@ -448,7 +448,7 @@ class TestPerplexity:
         with pytest.raises(InvalidRequestError, match=f"n_ctx is {n_ctx} and a window needs 4 tokens"):
             make_engine(n_ctx=n_ctx).perplexity(tokens_of(100, 1), 4)
 
-    def test_bad_input(self, make_engine: MakeEngine) -> None:
+    def test_wrong_arguments_are_refused(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
         with pytest.raises(InvalidRequestError, match="there are 100 tokens and a window has 256"):
             engine.perplexity(tokens_of(100, 1), 256)
@@ -475,14 +475,14 @@ class TestLogprobs:
         for prompt, out in zip(prompts, engine.generate(prompts, params), strict=True):
             assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
             every = rows([*prompt, *out.token_ids])
-            for i, (token, found) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+            for i, (token, entry) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
                 row = every[len(prompt) - 1 + i]
-                assert found.id == token
-                assert found.logprob == pytest.approx(row[token], abs=BOUND)
-                assert [p for _, p in found.top] == pytest.approx(np.sort(row)[::-1][:4].tolist(), abs=BOUND)
-                assert [row[t] for t, _ in found.top] == pytest.approx([p for _, p in found.top], abs=BOUND)
+                assert entry.id == token
+                assert entry.logprob == pytest.approx(row[token], abs=BOUND)
+                assert [p for _, p in entry.top] == pytest.approx(np.sort(row)[::-1][:4].tolist(), abs=BOUND)
+                assert [row[t] for t, _ in entry.top] == pytest.approx([p for _, p in entry.top], abs=BOUND)
 
-    def test_of_prompts(self, make_engine: MakeEngine, rows: Rows) -> None:
+    def test_those_of_prompts_are_those_of_the_rows(self, make_engine: MakeEngine, rows: Rows) -> None:
         engine = make_engine(n_seq_max=3, n_ubatch=32)
         prompts = [tokens_of(n, n) for n in (1, 2, 33, 34, 150, 255)]
         params = lp.SamplingParams(prompt_logprobs=2, max_tokens=3, temperature=0, ignore_eos=True)
@@ -494,9 +494,9 @@ class TestLogprobs:
             assert out.logprobs is None and out.prompt_logprobs is not None
             assert [p.id for p in out.prompt_logprobs] == prompt[1:]
             every = rows(prompt)
-            for i, found in enumerate(out.prompt_logprobs):
-                assert found.logprob == pytest.approx(every[i, found.id], abs=BOUND)
-                assert [p for _, p in found.top] == pytest.approx(
+            for i, entry in enumerate(out.prompt_logprobs):
+                assert entry.logprob == pytest.approx(every[i, entry.id], abs=BOUND)
+                assert [p for _, p in entry.top] == pytest.approx(
                     np.sort(every[i])[::-1][:2].tolist(), abs=BOUND
                 )
 
@@ -528,8 +528,8 @@ class TestLogprobs:
         engine = make_engine()
         out = engine.generate([5, 6], lp.SamplingParams(logprobs=512, max_tokens=2, ignore_eos=True))
         assert out.logprobs is not None
-        for found in out.logprobs:
-            assert math.fsum(math.exp(p) for _, p in found.top) == pytest.approx(1, abs=1e-5)
+        for entry in out.logprobs:
+            assert math.fsum(math.exp(p) for _, p in entry.top) == pytest.approx(1, abs=1e-5)
         with pytest.raises(InvalidRequestError, match="logprobs is 513; this vocabulary has 512 tokens"):
             engine.generate([5, 6], lp.SamplingParams(logprobs=513))
 
@@ -644,9 +644,12 @@ class TestSeveral:
         assert [len(out.prompt_logprobs or ()) for out in outs] == [2, 79, 0]
         assert [len(out.choices) for out in outs] == [2, 2, 2]
         assert [out.n_completion_tokens for out in outs] == [6, 6, 6]
-        one = asyncio.run(engine.agenerate([5, 6], params))
-        assert (one.n_prompt_tokens, len(one.choices)) == (2, 2)
-        assert (one.text, one.token_ids) == (one.choices[0].text, one.choices[0].token_ids)
+        completion = asyncio.run(engine.agenerate([5, 6], params))
+        assert (completion.n_prompt_tokens, len(completion.choices)) == (2, 2)
+        assert (completion.text, completion.token_ids) == (
+            completion.choices[0].text,
+            completion.choices[0].token_ids,
+        )
 
     def test_when_cells_run_out(self, make_engine: MakeEngine) -> None:
         engine = make_engine(n_seq_max=4, n_ubatch=32, n_cells=256)
@@ -689,10 +692,10 @@ def test_logprobs_of_2000_positions_are_those_of_raw_logits(demo: lp.Model) -> N
             for i in range(250):
                 row = context.logits(i)
                 token = chain.sample(row)
-                found, top = chain.logprobs()
+                logprob, top = chain.logprobs()
                 exact = row.astype(np.float64) - row.max()
                 exact -= np.log(np.exp(exact).sum())
-                worst = max(worst, abs(found - exact[token]), *(abs(p - exact[t]) for t, p in top))
+                worst = max(worst, abs(logprob - exact[token]), *(abs(p - exact[t]) for t, p in top))
                 n_positions += 1
     assert n_positions == 2000
     assert worst <= 1e-4
@@ -706,8 +709,8 @@ def test_logprobs_of_any_size(demo: lp.Model, size: float) -> None:
         for _ in range(100):
             row = (rng.standard_normal(demo.n_vocab) * size).astype(np.float32)
             token = chain.sample(row)
-            found, top = chain.logprobs()
+            logprob, top = chain.logprobs()
             exact = row.astype(np.float64) - row.max()
             exact -= np.log(np.exp(exact).sum())
-            np.testing.assert_allclose(found, exact[token], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(logprob, exact[token], rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose([p for _, p in top], exact[[t for t, _ in top]], rtol=1e-6, atol=1e-6)

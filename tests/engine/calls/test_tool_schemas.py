@@ -66,7 +66,7 @@ def test_such_a_tool_stays_and_a_warning_names_it_once(
     for more in options:
         answer = engine.chat(HELLO, GREEDY, tools=tools, template_args=ARGS, **more)
         assert [(call.name, call.arguments) for call in answer.tool_calls] == [("bad", {"city": "Paris"})]
-    warned = [one.getMessage() for one in caplog.records if "tool 'bad'" in one.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "tool 'bad'" in record.getMessage()]
     assert len(warned) == 1 and "any JSON object" in warned[0]
     assert all(word in warned[0] for word in ("tool 'bad'", "#/properties/a", "dynamicRef"))
 
@@ -94,7 +94,7 @@ def test_schemas_as_servers_that_speak_mcp_send_them(
     tools = [*MCP_TOOLS, function("bad", {"type": "object", "properties": {"city": {"type": "string"}}})]
     answer = engine.chat(HELLO, GREEDY, tools=tools, template_args=ARGS)
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("bad", {"city": "Paris"})]
-    warned = [one.getMessage() for one in caplog.records if one.getMessage().startswith("tool ")]
+    warned = [record.getMessage() for record in caplog.records if record.getMessage().startswith("tool ")]
     assert len(warned) == len(refused)
     for (name, keyword), message in zip(refused.items(), warned, strict=True):
         assert f"tool {name!r}" in message and keyword in message
@@ -103,7 +103,7 @@ def test_schemas_as_servers_that_speak_mcp_send_them(
         engine.chat(HELLO, GREEDY, tools=tools, tool_choice="worse", template_args=ARGS)
 
 
-def test_many_tools(engine: lp.Engine) -> None:
+def test_many_tools_have_a_grammar(engine: lp.Engine) -> None:
     """Their schemas are longer than a grammar may be that a caller writes."""
     names = {f"option_{i}": {"type": "string", "description": "What it means. " * 20} for i in range(9)}
     tools = [function(f"tool_{i}", {"type": "object", "properties": names}) for i in range(60)]
@@ -136,7 +136,7 @@ class TestWhatTemplatesLeaveOut:
     )
 
     def warnings(self, caplog: pytest.LogCaptureFixture) -> list[str]:
-        return [one.getMessage() for one in caplog.records if "leaves out" in one.getMessage()]
+        return [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
 
     def test_a_warning_names_them_once(self, demo: lp.Model, caplog: pytest.LogCaptureFixture) -> None:
         history: list[Any] = [
@@ -155,8 +155,8 @@ class TestWhatTemplatesLeaveOut:
             shown = model.render_chat(history)
         for text in ("Be brief.", "noon", "Well."):  # as text of the user
             assert f"user: {text}" in shown or f"\n{text}" in shown
-        (found,) = self.warnings(caplog)
-        assert "tool calls" in found
+        (warning,) = self.warnings(caplog)
+        assert "tool calls" in warning
 
     @pytest.mark.parametrize("name", ["Hermes", "Llama", "Mistral list", "DeepSeek V3", "GLM", "gpt-oss"])
     def test_no_warning_where_they_are_shown(
@@ -188,12 +188,12 @@ def test_render_chat_takes_the_tools_of_chat(engine: lp.Engine) -> None:
     tokens = engine.model.tokenize_chat(HELLO, tools=[bad], **ARGS)
     assert engine.chat(HELLO, GREEDY, tools=[bad], template_args=ARGS).n_prompt_tokens == len(tokens)
     (tool,) = check_tools([bad])
-    for given in (
+    for form in (
         tool,
         tool.as_openai(),
         {**tool.as_openai(), "function": {**tool.as_openai()["function"], "strict": True}},
     ):
-        assert engine.model.render_chat(HELLO, tools=[given], **ARGS) == text
+        assert engine.model.render_chat(HELLO, tools=[form], **ARGS) == text
     assert engine.model.render_chat(HELLO, tools=[], **ARGS) == engine.model.render_chat(HELLO, **ARGS)
     with pytest.raises(TypeError, match=r"tools\[0\] must be a function, a dict or a Tool, not int"):
         engine.model.render_chat(HELLO, tools=[3])  # type: ignore[list-item]
@@ -213,7 +213,7 @@ def test_grammars_that_are_too_long_are_not_compiled(
 ) -> None:
     """Each was compiled alone before all were refused: that took 2 s for 500 tools, 10 s for 2000."""
     looked_at: list[object] = []
-    monkeypatch.setattr(ToolSchemas, "_fault", lambda *given: looked_at.append(given))
+    monkeypatch.setattr(ToolSchemas, "_fault", lambda *arguments: looked_at.append(arguments))
     tools = [function(f"t{i}", {}) for i in range(300)]
     with pytest.raises(InvalidRequestError, match=r"lark has \d+ characters; the limit is"):
         engine.chat(HELLO, GREEDY, tools=tools, tool_choice=choice, template_args=ARGS)

@@ -111,14 +111,14 @@ COMMON, PROMPT = 100, 140
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """A window, states alone, states and cells with positions of several kinds, and keys without values."""
     folder = tmp_path_factory.mktemp("models")
-    with lp.Model(tiny_architecture(folder / f"{request.param}.gguf", request.param)) as made:
-        yield made
+    with lp.Model(tiny_architecture(folder / f"{request.param}.gguf", request.param)) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
 def plain(model: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(model) as made:
-        yield made
+    with plain_loop(model) as reference:
+        yield reference
 
 
 def prompt_of(which: int) -> list[int]:
@@ -269,8 +269,8 @@ def test_when_it_is_written(make_engine: MakeEngine, tmp_path: Path, at_once: No
     assert 2 <= n <= 5
     with make_engine(**options) as engine:
         engine.set_cache_writes("never")
-        found = [ask(engine, prompt(i)).n_cached_tokens for i in range(8)]
-        assert found == [0] * (8 - n) + [149] * n
+        n_cached = [ask(engine, prompt(i)).n_cached_tokens for i in range(8)]
+        assert n_cached == [0] * (8 - n) + [149] * n
         assert len(files_of(tmp_path)) == n
         engine.set_cache_writes("always")
         wait_until(lambda: len(files_of(tmp_path)) == 8)
@@ -303,9 +303,9 @@ def test_what_was_used_last_is_kept_at_the_end(make_engine: MakeEngine, tmp_path
         assert sum(path.stat().st_size for path in files_of(tmp_path / "some")) <= n_bytes // 2
         with make_engine(**options) as engine:
             engine.set_cache_writes("never")
-            found = [ask(engine, prompt(i, 1500)).n_cached_tokens > 1400 for i in range(12)]
-        assert [i for i in range(12) if found[i]] == [*range(first + 6 - sum(found), first + 6)]
-        assert sum(found) >= 2
+            is_cached = [ask(engine, prompt(i, 1500)).n_cached_tokens > 1400 for i in range(12)]
+        assert [i for i in range(12) if is_cached[i]] == [*range(first + 6 - sum(is_cached), first + 6)]
+        assert sum(is_cached) >= 2
 
 
 def test_files_are_deleted_without_an_engine(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_damaged_files_are_deleted(
             engine.check_integrity()
 
 
-def test_forged_heads(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_forged_heads_change_no_text(make_engine: MakeEngine, tmp_path: Path) -> None:
     """A head that says more than its file has costs a read; one of other types is none."""
     import json
     from zlib import crc32
@@ -473,7 +473,7 @@ def test_forged_heads(make_engine: MakeEngine, tmp_path: Path) -> None:
         None,
     ]
     hashes = cache_file.hashes_of(prompt(1), 150)
-    others.append([*head[:5], b"".join(one.to_bytes(8, "little") for one in hashes).hex(), head[6]])
+    others.append([*head[:5], b"".join(value.to_bytes(8, "little") for value in hashes).hex(), head[6]])
     for other in others:
         text = json.dumps(other).encode()
         path.write_bytes(cache_file._START.pack(magic, len(text), crc32(text), n_snapshot) + text + snapshot)
@@ -492,10 +492,10 @@ def test_files_that_others_could_have_written(make_engine: MakeEngine, tmp_path:
 
     def is_used() -> bool:
         with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
-            found = ask(engine, prompt(0)).n_cached_tokens > 0
+            is_hit = ask(engine, prompt(0)).n_cached_tokens > 0
         for left in path.parent.iterdir():
             left.unlink()
-        return found
+        return is_hit
 
     path.symlink_to(aside)
     assert not is_used()
@@ -643,7 +643,7 @@ def test_requests_with_the_same_prefix_share_a_read(make_engine: MakeEngine, tmp
     kept(make_engine, tmp_path, prompt(0))
     engine = make_engine(cache_bytes=BUDGET, cache_dir=tmp_path, n_seq_max=4)
     done = engine.generate([[*prompt(0), i] for i in range(20)], lp.SamplingParams(max_tokens=1))
-    assert all(one.n_cached_tokens == 150 for one in done)
+    assert all(completion.n_cached_tokens == 150 for completion in done)
     assert engine.stats().n_disk_reads == 1
 
 
@@ -765,9 +765,9 @@ def test_lookups_find_the_longest_prefix(tmp_path: Path) -> None:
         base, key = random_.choice(written)
         tokens = base[: random_.randrange(len(base) + 1)] + [random_.randrange(3) for _ in range(100)]
         most = max(n_common(tokens, other, 0) for other, of in written if of == key)
-        for one in (cache, again):
-            found = one.find(tokens, key, len(tokens))
-            n = 0 if found is None else found[0]
+        for lookup in (cache, again):
+            match = lookup.find(tokens, key, len(tokens))
+            n = 0 if match is None else match[0]
             assert most - 64 < n <= most or (n == 0 and most < 128), (n, most)
     cache.close()
     again.close()
@@ -832,10 +832,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     began, may_answer, read = threading.Event(), threading.Event(), DiskCache._read
 
     def late(self: DiskCache, entry: disk_cache.Entry) -> CachedSequence | None:
-        found = read(self, entry)
+        sequence = read(self, entry)
         began.set()
         may_answer.wait()
-        return found
+        return sequence
 
     monkeypatch.setattr(DiskCache, "_read", late)
     yield began, may_answer

@@ -65,8 +65,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def complete(self, tokens: list[int], n: int) -> list[int]:
         raise NotImplementedError
 
-    def expected(self, tokens: list[int], n: int, found: list[int]) -> list[int]:
-        """What must follow these tokens; ``found`` where only rounding decides."""
+    def expected(self, tokens: list[int], n: int, generated: list[int]) -> list[int]:
+        """What must follow these tokens; ``generated`` where only rounding decides."""
         raise NotImplementedError
 
     def preempt(self, generation: Generation) -> None:
@@ -102,15 +102,15 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(pick=picks, n=st.integers(1, 12))
     def go_on(self, pick: int, n: int) -> None:
         generation, tokens = self.open[pick % len(self.open)]
-        found = []
+        generated = []
         for _ in range(n):
             token = generation.next()
             if token is None:
                 break
-            found.append(token.id)
-        assert len(found) == min(n, self.n_ctx - len(tokens))
-        assert found == self.expected(tokens, len(found), found)
-        tokens += found
+            generated.append(token.id)
+        assert len(generated) == min(n, self.n_ctx - len(tokens))
+        assert generated == self.expected(tokens, len(generated), generated)
+        tokens += generated
 
     @precondition(lambda self: self.open)
     @rule(pick=picks, n=picks)
@@ -164,8 +164,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(prompts=st.lists(texts, min_size=1, max_size=3), n=st.integers(1, 9))
     def completions(self, prompts: list[list[int]], n: int) -> None:
         for prompt in prompts:
-            found = self.complete(prompt, n)
-            assert found == self.expected(prompt, n, found)
+            generated = self.complete(prompt, n)
+            assert generated == self.expected(prompt, n, generated)
 
     @invariant()
     def books_are_right(self) -> None:
@@ -219,7 +219,7 @@ def test_on_a_fake_context(n_slots: int, n_cells: int | None, host_bytes: int) -
         def complete(self, tokens: list[int], n: int) -> list[int]:
             return self.harness.complete(max_tokens=n, tokens=tokens.copy()).result().token_ids
 
-        def expected(self, tokens: list[int], n: int, found: list[int]) -> list[int]:
+        def expected(self, tokens: list[int], n: int, generated: list[int]) -> list[int]:
             whole = tokens.copy()
             for _ in range(n):
                 whole.append(next_token(whole, N_VOCAB))
@@ -314,9 +314,9 @@ def machine_on(model: lp.Model, loop: PlainLoop, options: dict[str, Any]) -> Ite
             def complete(self, tokens: list[int], n: int) -> list[int]:
                 return engine.generate(tokens, greedy(n)).token_ids
 
-            def expected(self, tokens: list[int], n: int, found: list[int]) -> list[int]:
-                assert loop.agrees(tokens, found)
-                return found
+            def expected(self, tokens: list[int], n: int, generated: list[int]) -> list[int]:
+                assert loop.agrees(tokens, generated)
+                return generated
 
             def preempt(self, generation: Generation) -> None:
                 request, thread = request_of(generation), thread_of(engine)

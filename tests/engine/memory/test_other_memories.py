@@ -28,8 +28,8 @@ def model(
         yield recurrent
         return
     path: Path = tmp_path_factory.mktemp("models") / "model.gguf"
-    with lp.Model(KINDS[request.param](path)) as made:
-        yield made
+    with lp.Model(KINDS[request.param](path)) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def tokens_of(n: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("kv_unified", [False, True])
 class TestKinds:
-    def test_a_conversation(
+    def test_a_conversation_is_reused_as_a_whole(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, kv_unified: bool
     ) -> None:
         """What was told so far is in one sequence, which is reused as a whole."""
@@ -72,8 +72,8 @@ class TestKinds:
                 engine.generate(tokens_of(200, 4), greedy(4))
                 second.trim(5)
                 engine.check_integrity()
-                found = [token.id for token in (second.next(), second.next()) if token is not None]
-                assert plain.agrees(told[:5], found)
+                token_ids = [token.id for token in (second.next(), second.next()) if token is not None]
+                assert plain.agrees(told[:5], token_ids)
             engine.check_integrity()
 
     def test_prefixes_of_all_lengths(
@@ -102,11 +102,11 @@ class TestKinds:
         engine = make_engine(model, n_seq_max=3, kv_unified=kv_unified)
         prompt = tokens_of(50, 3)
         with engine.start(prompt, greedy(None)) as generation:
-            given = [next(generation).id for _ in range(10)]
-            assert plain.agrees(prompt, given)
+            generated = [next(generation).id for _ in range(10)]
+            assert plain.agrees(prompt, generated)
             with generation.fork() as child, engine.restore(generation.snapshot(), greedy(None)) as restored:
                 for other in (child, restored):
-                    assert plain.agrees(prompt + given, [next(other).id for _ in range(12)])
+                    assert plain.agrees(prompt + generated, [next(other).id for _ in range(12)])
             generation.trim(45)
             generation.append([7, 8])
             assert plain.agrees([*prompt[:45], 7, 8], [next(generation).id for _ in range(12)])
@@ -146,7 +146,7 @@ def test_windows_whose_cells_others_have_taken(
         chance = random.Random(3)
         running: list[lp.Generation] = []
         for _ in range(120):
-            if len(running) < 4 and sum(len(one.token_ids) for one in running) < 170:
+            if len(running) < 4 and sum(len(sequence.token_ids) for sequence in running) < 170:
                 told = tokens_of(chance.randrange(20, 90), chance.randrange(100))
                 running.append(engine.start(told, greedy(None)))
             generation = chance.choice(running)
@@ -158,9 +158,9 @@ def test_windows_whose_cells_others_have_taken(
             if chance.random() < 0.4 and n > 30:
                 generation.trim(n - chance.randrange(1, 28))
             told = generation.token_ids
-            found = [next(generation).id for _ in range(chance.randrange(1, 9))]
+            generated = [next(generation).id for _ in range(chance.randrange(1, 9))]
             try:
-                loop.agrees(told, found)
+                loop.agrees(told, generated)
             except AssertionError:
                 n_wrong += 1
             engine.check_integrity()
@@ -192,7 +192,7 @@ def test_windows_in_scarce_cells(make_engine: MakeEngine, tmp_path: Path, n_ubat
         for _ in range(4):
             prompts = [prompt(i) for i in range(6)]
             done = engine.generate(prompts, greedy(chance.randrange(2, 40)))
-            for one, out in zip(prompts, done, strict=True):
-                assert plain.agrees(one, out.token_ids)
+            for asked, out in zip(prompts, done, strict=True):
+                assert plain.agrees(asked, out.token_ids)
         assert engine.stats().n_preempted > 0 and engine.stats().n_cache_hit_tokens > 0
         engine.check_integrity()

@@ -22,12 +22,12 @@ N_CTX = 64
 
 
 def check_recomputed(
-    loop: PlainLoop, prompt: list[int], found: list[int], n_keep: int, n_ctx: int = N_CTX
+    loop: PlainLoop, prompt: list[int], generated: list[int], n_keep: int, n_ctx: int = N_CTX
 ) -> None:
     """These tokens continue a sequence that drops the older half of all but the first whenever it is full."""
     tokens = list(prompt)
-    while found:
-        new, found = found[: n_ctx - len(tokens)], found[n_ctx - len(tokens) :]
+    while generated:
+        new, generated = generated[: n_ctx - len(tokens)], generated[n_ctx - len(tokens) :]
         assert loop.agrees(tokens, new)
         tokens += new
         if len(tokens) == n_ctx:
@@ -40,7 +40,9 @@ OPTIONS = ALL_OPTIONS[1:2] if FEW else ALL_OPTIONS
 
 @pytest.mark.parametrize("n_keep", [0, 1, pytest.param(10, marks=pytest.mark.device), 60])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_recompute(make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any], n_keep: int) -> None:
+def test_recompute_drops_the_older_half(
+    make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any], n_keep: int
+) -> None:
     """Three times the context; the BOS token stays in any case."""
     engine = make_engine(n_ctx=N_CTX, overflow="recompute", n_keep=n_keep, **options)
     prompts = [PROMPT, PROMPT[:20], PROMPT[:5] + PROMPT]
@@ -61,17 +63,19 @@ def test_of_a_recurrent_model(make_engine: MakeEngine, recurrent: lp.Model, mode
     """Nothing can be taken out of its state. A shift only changes positions, so it goes on as in a larger context."""
     engine = make_engine(recurrent, n_ctx=N_CTX, overflow=mode, n_keep=3)
     prompt = [5 + i % 60 for i in range(40)]
-    found = engine.generate(prompt, greedy(150)).token_ids
+    token_ids = engine.generate(prompt, greedy(150)).token_ids
     with plain_loop(recurrent) as loop:
         if mode == "shift":
-            assert loop.agrees(prompt, found)
+            assert loop.agrees(prompt, token_ids)
         else:
-            check_recomputed(loop, prompt, found, 3)
+            check_recomputed(loop, prompt, token_ids, 3)
 
 
 class TestShift:
     @pytest.mark.parametrize("n_seq_max", [1, pytest.param(3, marks=pytest.mark.device)])
-    def test_moves_cells(self, make_engine: MakeEngine, tiny: lp.Model, n_seq_max: int) -> None:
+    def test_a_shift_moves_cells_and_computes_nothing_twice(
+        self, make_engine: MakeEngine, tiny: lp.Model, n_seq_max: int
+    ) -> None:
         """The same tokens as a plain loop that removes and shifts; nothing is computed twice."""
         engine = make_engine(n_ctx=N_CTX, overflow="shift", n_keep=4, n_seq_max=n_seq_max)
         out = engine.generate(PROMPT, greedy(100))
@@ -112,8 +116,8 @@ class TestShift:
             outs = engine.generate(prompts, lengths)
             for out, expected in zip(outs[::2], alone[::2], strict=True):
                 assert out.token_ids == expected.token_ids, n
-                found = [entry.logprob for entry in out.logprobs or ()]
-                assert found == pytest.approx(
+                logprobs = [entry.logprob for entry in out.logprobs or ()]
+                assert logprobs == pytest.approx(
                     [entry.logprob for entry in expected.logprobs or ()], abs=0.01
                 ), n
 
@@ -132,19 +136,19 @@ class TestGenerations:
     def test_show_what_is_left(self, make_engine: MakeEngine, loop: PlainLoop, mode: str) -> None:
         engine = make_engine(n_ctx=N_CTX, overflow=mode, n_keep=5)
         with engine.start(PROMPT, greedy(None)) as generation:
-            given = list(PROMPT)
+            tokens = list(PROMPT)
             for _ in range(120):
                 token = generation.next()
                 assert token is not None
-                given.append(token.id)
-                if len(given) == N_CTX:
-                    del given[5 : 5 + (N_CTX - 5) // 2]
-                assert generation.token_ids == given
+                tokens.append(token.id)
+                if len(tokens) == N_CTX:
+                    del tokens[5 : 5 + (N_CTX - 5) // 2]
+                assert generation.token_ids == tokens
             with generation.fork() as child:
                 generation.trim(30)
                 after = [next(generation).id for _ in range(40)]
-                assert mode == "shift" or loop.agrees(given[:30], after[:34])
-                assert child.token_ids == given
+                assert mode == "shift" or loop.agrees(tokens[:30], after[:34])
+                assert child.token_ids == tokens
                 assert len([next(child) for _ in range(70)]) == 70
             if mode == "recompute":
                 with engine.restore(generation.snapshot(), greedy(80)) as restored:

@@ -280,24 +280,24 @@ class TestSalts:
             (7, TypeError, "^cache_salt must be a str or None, not int$"),
         ],
     )
-    def test_bad_salts(self, salt: Any, error: type[Exception], match: str) -> None:
+    def test_wrong_salts_are_refused(self, salt: Any, error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
             lp.SamplingParams(cache_salt=salt)
 
     @pytest.mark.parametrize("salt", ["\ud800", "\0", "é" * 100, " "], ids=ascii)
-    def test_odd_salts(self, make_engine: MakeEngine, salt: str) -> None:
+    def test_salts_that_are_no_text_separate_prefixes(self, make_engine: MakeEngine, salt: str) -> None:
         """CVE-2026-105756: one that is no text in UTF-8 ended another engine."""
         engine = make_engine(n_seq_max=2)
         params = dataclasses.replace(greedy(4), cache_salt=salt)
-        found = [engine.generate(SHARED, params).n_cached_tokens for _ in range(2)]
-        assert found[0] == 0 < found[1]
+        n_cached = [engine.generate(SHARED, params).n_cached_tokens for _ in range(2)]
+        assert n_cached[0] == 0 < n_cached[1]
         assert engine.generate(SHARED, greedy(4)).n_cached_tokens == 0
 
     def test_each_tenant_has_a_cache(self, make_engine: MakeEngine) -> None:
         """Whatever is called, also when tasks and threads do the work."""
         engine = make_engine(n_seq_max=2)
 
-        async def one(name: str | None) -> list[int]:
+        async def as_tenant(name: str | None) -> list[int]:
             tenant.set(Tenant(cache=name))
             tasks = [
                 engine.agenerate(SHARED, greedy(2)),
@@ -306,12 +306,12 @@ class TestSalts:
             return [(await task).n_cached_tokens for task in tasks]
 
         async def main() -> list[list[int]]:
-            return [await asyncio.create_task(one(name)) for name in ("a", "b", "a", None)]
+            return [await asyncio.create_task(as_tenant(name)) for name in ("a", "b", "a", None)]
 
         assert asyncio.run(main()) == [[0, 39], [0, 39], [39, 39], [0, 39]]
 
 
-def test_off(make_engine: MakeEngine) -> None:
+def test_without_a_cache_nothing_is_reused(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_cache=False)
     outs = [engine.generate(SHARED, greedy(2)) for _ in range(3)]
     assert [out.n_cached_tokens for out in outs] == [0, 0, 0]
@@ -326,7 +326,9 @@ def test_off(make_engine: MakeEngine) -> None:
         ({"cache_bytes": 1.5}, TypeError, "cache_bytes"),
     ],
 )
-def test_bad_options(tiny: lp.Model, options: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_wrong_options_are_refused(
+    tiny: lp.Model, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         lp.Engine(tiny, **options)
 
@@ -385,7 +387,7 @@ class TestExact:
         engine.generate(SHARED + tokens_of(9, 5), greedy(2))
         assert engine.generate(SHARED + tokens_of(9, 6), greedy(2)).n_cached_tokens == 32
 
-    def test_options(self, make_engine: MakeEngine) -> None:
+    def test_options_that_rule_exactness_out_are_refused(self, make_engine: MakeEngine) -> None:
         with pytest.raises(ValueError, match="n_batch is 100 and n_ubatch 64"):
             make_engine(prefix_cache="exact", n_batch=100, n_ubatch=64)
         with pytest.raises(ValueError, match="rounding depends on where cells are"):

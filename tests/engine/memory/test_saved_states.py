@@ -28,8 +28,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A window, states alone, states and cells with positions of several kinds, and keys without values."""
     with lp.Model(
         tiny_architecture(tmp_path_factory.mktemp("models") / f"{request.param}.gguf", request.param)
-    ) as made:
-        yield made
+    ) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ class TestForged:
             self.refused(engine, forged(body, last + 4, n), "of position")
             self.refused(engine, forged(body, last + 16, 9), "of another architecture")
 
-    def test_anything(
+    def test_random_changes_are_refused_or_harmless(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes
     ) -> None:
         """Refused, or the cells are not taken, or they hold other numbers."""
@@ -216,11 +216,11 @@ class TestForged:
         table, end = parts(snapshot)
         sizes = [(n_cells, *struct.unpack_from("<Q", snapshot, 64))]
         sizes += [struct.unpack_from("<IQ", snapshot, table + PLACE * i) for i in range(n_states)]
-        found = []
+        places = []
         for n, n_bytes in sizes:
-            found.append((n, end, end + n_bytes))
+            places.append((n, end, end + n_bytes))
             end += n_bytes
-        return found
+        return places
 
     def test_a_state_of_another_architecture(
         self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes, recurrent: lp.Model, tiny: lp.Model

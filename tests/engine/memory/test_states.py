@@ -31,8 +31,8 @@ NEAR = 8  # tokens above the ideal that count as reused
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lp.Model]:
     """A small model of each kind."""
     path: Path = tmp_path_factory.mktemp("models") / "model.gguf"
-    with lp.Model(KINDS[request.param](path)) as made:
-        yield made
+    with lp.Model(KINDS[request.param](path)) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -148,18 +148,20 @@ def test_one_that_runs_is_shared(make_engine: MakeEngine, model: lp.Model, plain
     engine.check_integrity()
 
 
-def test_going_back(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
+def test_going_back_computes_from_the_last_state(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop
+) -> None:
     """To a place where a state is, and to one where none is: then from the last one before it."""
     engine = make_engine(model, n_seq_max=2, n_ctx=256)
     prompt = tokens_of(100, 9)
     with engine.start(prompt, greedy(None)) as generation:
-        given = [next(generation).id for _ in range(30)]
-        assert plain.agrees(prompt, given)
+        generated = [next(generation).id for _ in range(30)]
+        assert plain.agrees(prompt, generated)
         generation.trim(100)
         assert n_computed(engine, lambda: next(generation)) <= NEAR
         generation.append(tokens_of(6, 1))
         more = [next(generation).id for _ in range(5)]
-        assert plain.agrees([*prompt, given[0], *tokens_of(6, 1)], more)
+        assert plain.agrees([*prompt, generated[0], *tokens_of(6, 1)], more)
 
 
 def test_slots_are_few(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
@@ -176,7 +178,9 @@ def test_slots_are_few(make_engine: MakeEngine, model: lp.Model, plain: PlainLoo
     assert engine.stats().n_restored >= 3
 
 
-def test_preempted_requests(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop) -> None:
+def test_preempted_requests_continue_their_texts(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop
+) -> None:
     engine = make_engine(model, n_seq_max=2, n_ctx=256)
     prompts = [tokens_of(60 + 5 * i, 60 + i % 3) for i in range(8)]
     workers = [
@@ -202,7 +206,9 @@ def test_a_salt_hides_states(make_engine: MakeEngine, model: lp.Model) -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 3_000, 60_000])
-def test_little_memory(make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, cache_bytes: int) -> None:
+def test_states_that_do_not_fit_are_not_kept(
+    make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, cache_bytes: int
+) -> None:
     """States that do not fit are not kept, and nothing else is lost."""
     if cache_bytes == 3_000 and model.has_only_states:  # not a single state
         with pytest.raises(ValueError, match=r"cache_bytes is 3000; half .* give at least \d+, or 0"):
@@ -229,12 +235,12 @@ def test_scores_share_their_context(make_engine: MakeEngine, model: lp.Model) ->
     context, endings = tokens_of(120, 13), [tokens_of(6, i) for i in range(6)]
     assert n_computed(engine, lambda: engine.score(context, endings)) <= 120 + 6 * (5 + NEAR)
     alone = make_engine(model, n_seq_max=1, n_ctx=256, prefix_cache=False)
-    found, expected = engine.score(context, endings), alone.score(context, endings)
-    for one, other in zip(found, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=0.01)
+    scores, expected = engine.score(context, endings), alone.score(context, endings)
+    for score, other in zip(scores, expected, strict=True):
+        assert score.logprobs == pytest.approx(other.logprobs, abs=0.01)
 
 
-def test_exact(make_engine: partial[lp.Engine], model: lp.Model) -> None:
+def test_exact_prefixes_give_equal_bits(make_engine: partial[lp.Engine], model: lp.Model) -> None:
     """States are at multiples of a ubatch, so the tokens after them are computed in the same batches: equal bits."""
     if model.n_swa and make_engine.keywords["swa_full"] is False:
         with pytest.raises(ValueError, match="swa_full=True"):

@@ -23,7 +23,7 @@ class Played:
         prompt_s: float = STEP_S,
     ) -> None:
         self.turns = SetTurns(max_itl_s)
-        self.ready = {one: Claim(priority) for one, priority in priorities.items()}
+        self.ready = {name: Claim(priority) for name, priority in priorities.items()}
         self.waits: dict[
             Hashable, int
         ] = {}  # sets with a request without a token, and its steps until it has one
@@ -39,8 +39,8 @@ class Played:
         """The sets of the next steps."""
         for _ in range(n):
             ready = {
-                one: claim._replace(awaits_first=one in self.waits, streams=one in self._last)
-                for one, claim in self.ready.items()
+                name: claim._replace(awaits_first=name in self.waits, streams=name in self._last)
+                for name, claim in self.ready.items()
             }
             chosen = self.turns.choose(self.now, ready)
             is_first = chosen != self.now
@@ -64,13 +64,13 @@ class Played:
 
     def runs(self) -> list[tuple[Hashable, int]]:
         """The turns that have ended: their sets and lengths."""
-        found: list[list[object]] = []
-        for one in self.steps:
-            if found and found[-1][0] == one:
-                found[-1][1] += 1  # type: ignore[operator]
+        runs: list[list[object]] = []
+        for name in self.steps:
+            if runs and runs[-1][0] == name:
+                runs[-1][1] += 1  # type: ignore[operator]
             else:
-                found.append([one, 1])
-        return [(one, n) for one, n in found[:-1]]  # type: ignore[misc]
+                runs.append([name, 1])
+        return [(name, n) for name, n in runs[:-1]]  # type: ignore[misc]
 
 
 def test_one_set_stays() -> None:
@@ -94,7 +94,7 @@ def test_changes_take_a_small_part_of_the_time(change_s: float) -> None:
 def test_sets_come_round_in_turn() -> None:
     played = Played(dict.fromkeys("abcd", 0))
     played.play(400)
-    order = [one for one, _ in played.runs()]
+    order = [name for name, _ in played.runs()]
     assert order == [order[i % 4] for i in range(len(order))]
 
 
@@ -123,7 +123,7 @@ def test_a_higher_priority_takes_over_after_the_step_and_stays() -> None:
 def test_a_lower_priority_does_not_starve() -> None:
     played = Played({"a": 1, "b": 0})
     played.play(3000)
-    turns = [n for one, n in played.runs() if one == "b"]
+    turns = [n for name, n in played.runs() if name == "b"]
     assert 10 < len(turns) < 50
     assert set(turns) == {1}
 
@@ -136,7 +136,7 @@ def test_first_tokens_do_not_wait_for_whole_turns() -> None:
     assert [n for _, n in played.runs()] == [2, 2, 2]
     assert not played.waits
     played.play(200)
-    order = [one for one, _ in played.runs()]
+    order = [name for name, _ in played.runs()]
     assert order[:4] == order[4:8]
 
 
@@ -183,8 +183,8 @@ def test_a_limit_that_is_too_short_starves_no_prompt() -> None:
 def test_endless_first_tokens_do_not_starve_a_set(max_itl_s: float | None) -> None:
     played = Played(dict.fromkeys("abc", 0), max_itl_s)
     for _ in range(3000):
-        for one in "bc":
-            played.waits.setdefault(one, 1)
+        for name in "bc":
+            played.waits.setdefault(name, 1)
         played.play(1)
     waits = [
         sum(n for _, n in group)

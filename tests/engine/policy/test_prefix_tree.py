@@ -55,14 +55,14 @@ class Trees(RuleBasedStateMachine):
     @rule(tokens=TOKENS, limit=st.integers(0, 12), key=KEYS)
     def find(self, tokens: list[int], limit: int, key: object) -> None:
         limit = min(limit, len(tokens))
-        found = list(self.tree.find(tokens, limit, key))
+        matches = list(self.tree.find(tokens, limit, key))
         best = max(
             (n_shared(tokens[:limit], t) for i, t in self.tokens.items() if self.keys[i] == key), default=0
         )
-        assert all(self.keys[holder] == key for _, holder in found)
-        assert (found[0][0] if found else 0) == best
-        assert [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
-        for n, holder in found:
+        assert all(self.keys[holder] == key for _, holder in matches)
+        assert (matches[0][0] if matches else 0) == best
+        assert [n for n, _ in matches] == sorted((n for n, _ in matches), reverse=True)
+        for n, holder in matches:
             assert n_shared(tokens[:limit], self.tokens[holder]) >= n
 
     @rule(holder=holders)
@@ -92,14 +92,14 @@ def test_nothing_is_left_of_many() -> None:
     chance = random.Random(1)
     tree: PrefixTree[int] = PrefixTree()
     shared = [chance.randrange(1000) for _ in range(200)]
-    made = {
+    texts = {
         i: shared[: chance.randrange(201)] + [chance.randrange(1000) for _ in range(50)] for i in range(500)
     }
-    for i, tokens in made.items():
+    for i, tokens in texts.items():
         tree.insert(i, tokens)
     tree.check_integrity()
-    assert all(next(iter(tree.find(tokens, len(tokens)))) == (len(tokens), i) for i, tokens in made.items())
-    for i in chance.sample(sorted(made), len(made)):
+    assert all(next(iter(tree.find(tokens, len(tokens)))) == (len(tokens), i) for i, tokens in texts.items())
+    for i in chance.sample(sorted(texts), len(texts)):
         tree.remove(i)
         tree.check_integrity()
     assert len(tree) == 0 and list(tree.find(shared, 200)) == [] and not tree._roots
@@ -116,6 +116,6 @@ def test_nothing_is_left_of_many() -> None:
         (range(99), range(50), 50),
     ],
 )
-def test_n_common(a: Sequence[int], b: Sequence[int], n: int) -> None:
+def test_n_common_counts_the_equal_tokens_at_the_start(a: Sequence[int], b: Sequence[int], n: int) -> None:
     assert n_common(list(a), list(b)) == n
     assert n_common([7, *a], list(b), 1) == n

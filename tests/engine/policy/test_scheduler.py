@@ -186,7 +186,7 @@ class TestSharedSteps:
 
     def test_a_step_has_all_that_one_set_carries(self) -> None:
         harness = self.harness()
-        requests = [harness.add(adapters=one, cache_key=one) for one in (None, 1, 2, 1)]
+        requests = [harness.add(adapters=adapter, cache_key=adapter) for adapter in (None, 1, 2, 1)]
         plan = harness.step()
         assert {request for request, _ in scheduled(plan)} == set(requests)
         harness.run()
@@ -198,8 +198,8 @@ class TestSharedSteps:
 
     def test_a_set_that_none_carries_takes_a_turn(self) -> None:
         harness = self.harness()
-        for one in (9, None, 1, 2):
-            harness.add(adapters=one, cache_key=one)
+        for adapter in (9, None, 1, 2):
+            harness.add(adapters=adapter, cache_key=adapter)
         together = {
             frozenset(request.adapters for request, _ in plan.scheduled) for plan in harness.steps(10)
         }
@@ -1381,9 +1381,9 @@ class TestNeighbours:
             tokens = prompt_of(40, chance.randrange(12))[: chance.randrange(1, 40)]
             own = prompt_of(chance.randrange(1, 40), chance.randrange(99))
             request = Request([*tokens, *own], RequestSpec(5))
-            found = cache.find(request)
-            n = min(found.n, 0 if found.cells is None else found.cells.n)
-            cache.place(request, found._replace(leader=None, n=n))
+            prefix = cache.find(request)
+            n = min(prefix.n, 0 if prefix.cells is None else prefix.cells.n)
+            cache.place(request, prefix._replace(leader=None, n=n))
             cache.check_integrity()
             request.n_past = len(request.tokens)
             running.append(request)

@@ -502,14 +502,14 @@ class TestRecurrentModel:
 
     def greedy_alone(self, model: Model, tokens: Sequence[int], n: int) -> list[int]:
         """Up to `n` tokens after `tokens`, up to the end of generation or where rounding may choose."""
-        found: list[int] = []
+        generated: list[int] = []
         with Alone(model, RECURRENT_CLOSE) as alone:
-            while len(found) < n:
-                token = alone([*tokens, *found])
+            while len(generated) < n:
+                token = alone([*tokens, *generated])
                 if token is None or model.is_eog(token):
                     break
-                found.append(token)
-        return found
+                generated.append(token)
+        return generated
 
     @pytest.mark.device
     def test_many_at_once_are_as_alone(self, engine: lp.Engine, models: dict[str, Model]) -> None:
@@ -531,5 +531,5 @@ class TestRecurrentModel:
             generation.append([3, 4])
             expected = self.greedy_alone(models["recurrent"], [*prompt_of(20)[:11], 3, 4], 5)
             assert len(expected) > 1
-            found = [generation.next() for _ in expected]
-            assert [token and token.id for token in found] == expected
+            tokens = [generation.next() for _ in expected]
+            assert [token and token.id for token in tokens] == expected

@@ -17,20 +17,20 @@ class Sequence(NamedTuple):
     n_after: int
 
     def grids(self) -> list[Grid]:
-        found, n = [], 0
+        grids, n = [], 0
         for n_before, height, width in self.images:
             n += n_before
-            found.append(Grid(n, height * width, max(height, width)))
+            grids.append(Grid(n, height * width, max(height, width)))
             n += height * width
-        return found
+        return grids
 
     def positions(self) -> list[int]:
-        found: list[int] = []
+        positions: list[int] = []
         at = 0
         for n_before, height, width in self.images:
-            found += [at + i for i in range(n_before)] + [at + n_before] * (height * width)
+            positions += [at + i for i in range(n_before)] + [at + n_before] * (height * width)
             at += n_before + max(height, width)
-        return found + [at + i for i in range(self.n_after)]
+        return positions + [at + i for i in range(self.n_after)]
 
 
 SIDES = st.integers(1, 5)

@@ -258,8 +258,8 @@ def _draft_for_everybody() -> AbstractContextManager[Any]:
     guess = SimDrafter.guess
 
     def wrong(self: SimDrafter, request: Request, n: int) -> Guess | None:
-        found = guess(self, request, n)
-        return None if found is None else found._replace(tokens=range(n + 3))
+        guessed = guess(self, request, n)
+        return None if guessed is None else guessed._replace(tokens=range(n + 3))
 
     return patch.object(SimDrafter, "guess", wrong)
 

@@ -96,9 +96,9 @@ class FakeThreads:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(module, "perf_counter", made)
-    return made
+    fake_clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", fake_clock)
+    return fake_clock
 
 
 def tuner_of(
@@ -238,19 +238,19 @@ def test_where_no_thread_can_be_started_the_number_stays(
 @pytest.fixture
 def loads(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeLoad]]:
     """The loads of engines made in this test, which think that there are two cores."""
-    made: list[FakeLoad] = []
+    fakes: list[FakeLoad] = []
 
     def load() -> FakeLoad:
-        made.append(FakeLoad(clock))
-        return made[-1]
+        fakes.append(FakeLoad(clock))
+        return fakes[-1]
 
     budget = CoreBudget(2)
     monkeypatch.setattr(module, "cpu_load", load)
     monkeypatch.setattr(module, "process_budget", lambda: budget)
     for name in ("context", "embedding_context"):
         monkeypatch.setattr(f"llamapipe.llama.{name}.usable_cores", lambda: 2)
-    yield made
-    assert all(load.closed for load in made)
+    yield fakes
+    assert all(load.closed for load in fakes)
 
 
 def prompts(n: int) -> list[list[int]]:

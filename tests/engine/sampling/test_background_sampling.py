@@ -178,9 +178,9 @@ def test_log_probabilities_of_tokens_that_come_late(engine: lp.Engine) -> None:
     fast = engine.generate(START, greedy(logprobs=2))
     slow = engine.generate(START, greedy(logprobs=2, logits_processors=[late(engine)]))
     assert slow.logprobs is not None and fast.logprobs is not None
-    assert [one.id for one in slow.logprobs] == [one.id for one in fast.logprobs]
-    assert [one.logprob for one in slow.logprobs] == pytest.approx(
-        [one.logprob for one in fast.logprobs], abs=1e-5
+    assert [entry.id for entry in slow.logprobs] == [entry.id for entry in fast.logprobs]
+    assert [entry.logprob for entry in slow.logprobs] == pytest.approx(
+        [entry.logprob for entry in fast.logprobs], abs=1e-5
     )
 
 
@@ -237,7 +237,7 @@ class TestLongPrompts:
     """They are refused before the work that their length would take."""
 
     @pytest.mark.parametrize("text", ["word and " * 10**6, " " * 10**7, "\N{GRINNING FACE}" * 10**6])
-    def test_texts(self, engine: lp.Engine, text: str) -> None:
+    def test_texts_are_refused_by_their_characters(self, engine: lp.Engine, text: str) -> None:
         with pytest.raises(InvalidRequestError, match=rf"{len(text)} characters, at least \d+ tokens; n_ctx"):
             engine.generate(text)
         with pytest.raises(InvalidRequestError, match=r"the conversation has .*at least"):
@@ -250,7 +250,7 @@ class TestLongPrompts:
     @pytest.mark.parametrize(
         "ids", [[5] * 10**6 + ["x"], (5,) * 10**6, np.full(10**6, 5), np.full(10**6, 5, object)]
     )
-    def test_token_ids(self, engine: lp.Engine, ids: object) -> None:
+    def test_token_ids_are_refused_by_their_number(self, engine: lp.Engine, ids: object) -> None:
         with pytest.raises(InvalidRequestError, match=r"the prompt has 100000[01] tokens; n_ctx is 256"):
             engine.generate(ids)  # type: ignore[call-overload]
 

@@ -63,7 +63,7 @@ class TestConstraints:
             valid += 1
         assert valid == 200
 
-    def test_each_kind(self, engine: lp.Engine) -> None:
+    def test_texts_follow_each_kind_of_constraint(self, engine: lp.Engine) -> None:
         for i in range(10):
             assert re.fullmatch("[a-c]{3,5}", engine.generate(START, wild(regex="[a-c]{3,5}", seed=i)).text)
             assert re.fullmatch("a+b", engine.generate(START, wild(lark='start: "a"+ "b"', seed=i)).text)
@@ -197,12 +197,12 @@ class TestConstraints:
             assert generation.finish_reason == "stop"
 
         async def several() -> list[str]:
-            async def one(seed: int) -> str:
+            async def text_of(seed: int) -> str:
                 return "".join(
                     [d.text async for d in engine.astream(START, wild(regex="[a-c]{9}", seed=seed))]
                 )
 
-            return list(await asyncio.gather(*[one(seed) for seed in range(6)]))
+            return list(await asyncio.gather(*[text_of(seed) for seed in range(6)]))
 
         assert all(re.fullmatch("[a-c]{9}", text) for text in asyncio.run(several()))
 
@@ -571,13 +571,13 @@ class TestSamplers:
             START, lp.SamplingParams(seed=1, max_tokens=None, ignore_eos=True, **options)
         ) as generation:
             n = generation.n_tokens
-            found = set()
+            continuations = set()
             for _ in range(6):
                 for _ in range(6):
                     generation.next()
-                found.add(tuple(generation.token_ids[n:]))
+                continuations.add(tuple(generation.token_ids[n:]))
                 generation.trim(n)
-        assert len(found) > 2
+        assert len(continuations) > 2
 
     def test_an_order_without_a_stage_does_without_it(self, engine: lp.Engine) -> None:
         """All logits stay, and a high temperature makes anything possible."""

@@ -22,8 +22,8 @@ GREEDY = lp.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[lp.Engine]:
-    with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_seq_max=4, n_threads=1) as made:
-        yield made
+    with lp.Model.demo() as model, lp.Engine(model, n_ctx=64, n_seq_max=4, n_threads=1) as small_engine:
+        yield small_engine
 
 
 def fill(value: float, where: Any = slice(None), other: float | None = None) -> Callable[[Row], None]:
@@ -71,7 +71,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("change", ROWS.values(), ids=list(ROWS))
-def test_extreme_logits(engine: lp.Engine, change: Callable[[Row], None], options: dict[str, Any]) -> None:
+def test_extreme_logits_choose_an_allowed_token(
+    engine: lp.Engine, change: Callable[[Row], None], options: dict[str, Any]
+) -> None:
     allowed = np.zeros(engine.model.n_vocab, np.float32)
     change(allowed)
     params = lp.SamplingParams(max_tokens=3, seed=1, ignore_eos=True, logits_processors=[change], **options)
@@ -146,6 +148,6 @@ def test_contexts_of_a_few_tokens() -> None:
                         with pytest.raises(InvalidRequestError, match="one must stay free"):
                             engine.generate([300] * n_prompt, GREEDY)
                     else:
-                        found = engine.generate([300] * n_prompt, GREEDY)
-                        assert len(found.token_ids) == min(3, n_ctx - n_prompt)
+                        completion = engine.generate([300] * n_prompt, GREEDY)
+                        assert len(completion.token_ids) == min(3, n_ctx - n_prompt)
                 assert engine.score([300], [301]).logprobs.shape == (1,)

@@ -85,8 +85,8 @@ class Results:
 
 def device() -> Any:
     """The device that is tested."""
-    found = device_handles()
-    return next((handle for d, handle in found if (d.type == "cpu") != ON_DEVICE), found[0][1])
+    handles = device_handles()
+    return next((handle for d, handle in handles if (d.type == "cpu") != ON_DEVICE), handles[0][1])
 
 
 def sample(logits: Row, samplers: Sequence[Chain | None], targets: Sequence[int] = ()) -> Results:
@@ -97,10 +97,10 @@ def sample(logits: Row, samplers: Sequence[Chain | None], targets: Sequence[int]
     out = np.zeros((n, lib.LP_GRAPH_RESULTS), np.float32)
     some = np.zeros((n, 2 * min(n_vocab, 64)), np.float32)
     handles = ffi.new("lp_sampler *[]", [ffi.NULL if s is None else s.handle for s in samplers])
-    given = ffi.from_buffer("float[]", np.ascontiguousarray(logits, np.float32))
+    values = ffi.from_buffer("float[]", np.ascontiguousarray(logits, np.float32))
     wanted = ffi.new("int32_t[]", list(targets) or [0] * n)
     results, candidates = (ffi.from_buffer("float[]", a) for a in (out, some))
-    code = lib.lp_graph_sample(device(), n_vocab, n, given, handles, wanted, results, candidates)
+    code = lib.lp_graph_sample(device(), n_vocab, n, values, handles, wanted, results, candidates)
     assert code == 0, last_error(module)
     return Results(out, some)
 
@@ -118,36 +118,36 @@ cases = st.lists(st.tuples(stages, st.integers(0, MASK)), min_size=1, max_size=6
 @pytest.mark.device
 class TestRows:
     @few
-    @given(row=rows(SIZES), others=st.integers(0, 99), given=cases)
+    @given(row=rows(SIZES), others=st.integers(0, 99), choices=cases)
     def test_is_the_definitions(
-        self, vocabs: dict[int, Vocab], row: Row, others: int, given: list[tuple[Stages, int]]
+        self, vocabs: dict[int, Vocab], row: Row, others: int, choices: list[tuple[Stages, int]]
     ) -> None:
         """Each row with parameters of its own, as in float64 wherever rounding does not decide."""
-        logits = np.stack([np.roll(row, others * i) for i in range(len(given))])
-        targets = [(others + 7 * i) % len(row) for i in range(len(given))]
+        logits = np.stack([np.roll(row, others * i) for i in range(len(choices))])
+        targets = [(others + 7 * i) % len(row) for i in range(len(choices))]
         with ExitStack() as stack:
-            chains = [stack.enter_context(chain.build(vocabs[len(row)], seed)) for chain, seed in given]
+            chains = [stack.enter_context(chain.build(vocabs[len(row)], seed)) for chain, seed in choices]
             assume(all(lib_for_tests().lp_in_graph(chain.handle) for chain in chains))
-            found = sample(logits, chains, targets)
+            sampled = sample(logits, chains, targets)
             drawn = [chain.sample(z) for chain, z in zip(chains, logits, strict=True)]
         exact = logits.astype(np.float64)
         log_sum_exp = np.logaddexp.reduce(exact, axis=1)
-        np.testing.assert_allclose(found.log_sum_exp, log_sum_exp, atol=2e-5)
-        np.testing.assert_array_equal(found.target_logits, logits[np.arange(len(given)), targets])
-        assert found.best == logits.argmax(axis=1).tolist()
-        self.check_candidates(logits, found)
-        logprobs = exact[np.arange(len(given)), found.tokens] - log_sum_exp
-        np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-5)
-        for i, (chain, seed) in enumerate(given):
+        np.testing.assert_allclose(sampled.log_sum_exp, log_sum_exp, atol=2e-5)
+        np.testing.assert_array_equal(sampled.target_logits, logits[np.arange(len(choices)), targets])
+        assert sampled.best == logits.argmax(axis=1).tolist()
+        self.check_candidates(logits, sampled)
+        logprobs = exact[np.arange(len(choices)), sampled.tokens] - log_sum_exp
+        np.testing.assert_allclose(sampled.logprobs, logprobs, atol=2e-5)
+        for i, (chain, seed) in enumerate(choices):
             try:
                 expected = chain.draw(logits[i], Uniform(seed)())
             except TooCloseError:
                 continue
-            assert found.tokens[i] == drawn[i] == expected
+            assert sampled.tokens[i] == drawn[i] == expected
 
-    def check_candidates(self, logits: Row, found: Results) -> None:
+    def check_candidates(self, logits: Row, sampled: Results) -> None:
         """The largest in their order, of equal ones the lower ids first; of those equal to the last any."""
-        for row, ids, values in zip(logits, found.candidates.astype(int), found.logits, strict=True):
+        for row, ids, values in zip(logits, sampled.candidates.astype(int), sampled.logits, strict=True):
             np.testing.assert_array_equal(row[ids], values)
             assert len(set(ids.tolist())) == len(ids)
             order = np.lexsort((np.arange(len(row)), -row))[: len(ids)]
@@ -156,19 +156,19 @@ class TestRows:
             np.testing.assert_array_equal(order[:above], ids[:above])
 
     @few
-    @given(given=cases, seed=st.integers(0, 99), levels=st.integers(1, 5))
+    @given(choices=cases, seed=st.integers(0, 99), levels=st.integers(1, 5))
     def test_of_equal_logits_the_lower_ids_come_first(
-        self, vocabs: dict[int, Vocab], given: list[tuple[Stages, int]], seed: int, levels: int
+        self, vocabs: dict[int, Vocab], choices: list[tuple[Stages, int]], seed: int, levels: int
     ) -> None:
         """As on the CPU's route, wherever all that are equal to a candidate are candidates."""
         n = 64 if not ON_DEVICE else 33
         row = np.random.default_rng(seed).integers(0, levels, n).astype(np.float32)
         with ExitStack() as stack:
-            chains = [stack.enter_context(chain.build(vocabs[n], seed)) for chain, seed in given]
+            chains = [stack.enter_context(chain.build(vocabs[n], seed)) for chain, seed in choices]
             assume(all(lib_for_tests().lp_in_graph(chain.handle) for chain in chains))
-            found = sample(np.tile(row, (len(given), 1)), chains)
-        assert found.best == [int(row.argmax())] * len(given)
-        for token, (chain, seed) in zip(found.tokens, given, strict=True):
+            sampled = sample(np.tile(row, (len(choices), 1)), chains)
+        assert sampled.best == [int(row.argmax())] * len(choices)
+        for token, (chain, seed) in zip(sampled.tokens, choices, strict=True):
             try:
                 assert token == chain.draw(row, Uniform(seed)())
             except TooCloseError:
@@ -199,16 +199,16 @@ class TestRows:
         block[20:30] -= 1e4
         block[30:40] *= 1e4
         with Chain(vocabs[500]).add_temperature(0.0) as chain:
-            found = sample(block, [chain] * 40)
-        assert found.tokens == found.best == block.argmax(axis=1).tolist()
+            sampled = sample(block, [chain] * 40)
+        assert sampled.tokens == sampled.best == block.argmax(axis=1).tolist()
 
     def test_forbidden_tokens_are_no_candidates(self, vocabs: dict[int, Vocab]) -> None:
         block = np.full((64, 500), -np.inf, np.float32)
         block[:, [3, 41, 499]] = [1.0, 0.5, 0.0]
         with ExitStack() as stack:
             chains = [stack.enter_context(Stages(top_k=64).build(vocabs[500], seed)) for seed in range(64)]
-            found = sample(block, chains)
-        assert set(found.tokens) == {3, 41, 499}
+            sampled = sample(block, chains)
+        assert set(sampled.tokens) == {3, 41, 499}
 
     @pytest.mark.parametrize("value", [np.nan, np.inf])
     def test_a_row_that_is_not_finite_says_so(self, vocabs: dict[int, Vocab], value: float) -> None:
@@ -217,11 +217,11 @@ class TestRows:
         block[1, 17] = value
         block[2] = value
         with Stages(top_k=40, top_p=0.9).build(vocabs[500], 5) as chain:
-            found = sample(block, [chain] * 4)
-            assert [found.tokens[i] for i in (0, 3)] == [
+            sampled = sample(block, [chain] * 4)
+            assert [sampled.tokens[i] for i in (0, 3)] == [
                 sample(block[[i]], [chain]).tokens[0] for i in (0, 3)
             ]
-        assert np.isfinite(found.log_sum_exp).tolist() == [True, False, False, True]
+        assert np.isfinite(sampled.log_sum_exp).tolist() == [True, False, False, True]
 
 
 # What chi-square exceeds once in a thousand, by degrees of freedom (Wilson and Hilferty, 1931). Seeds are fixed.
@@ -347,21 +347,21 @@ class TestEngine:
         self, make_engine: MakeEngine, demo: lp.Model, unified: bool, ring: str
     ) -> None:
         """Requests of all kinds come and go, and rounds hold those whose whole row is needed, too."""
-        found = {}
+        texts = {}
         for choice in ("off", "on"):
             engine = make_engine(demo, n_seq_max=N_SEQ, kv_unified=unified, ring=ring, graph_sampling=choice)
             params = longer(*PARAMS[:3], *FULL, *SOME, *PARAMS[3:])
             prompts = (PROMPTS * 3)[: len(params)]
-            found[choice] = tokens(engine.generate(prompts, params))
+            texts[choice] = tokens(engine.generate(prompts, params))
             stats = engine.stats()
-            n_full = sum(map(len, found[choice][3:-2]))
-            n_all = sum(map(len, found[choice]))
+            n_full = sum(map(len, texts[choice][3:-2]))
+            n_all = sum(map(len, texts[choice]))
             assert stats.n_completion_tokens >= n_all
             if choice == "on":  # a token that ends a request is sampled, too
                 assert n_all - n_full <= stats.n_graph_sampled <= stats.n_completion_tokens - n_full
             else:
                 assert stats.n_graph_sampled == 0
-        same = [a == b for a, b in zip(found["off"], found["on"], strict=True)]
+        same = [a == b for a, b in zip(texts["off"], texts["on"], strict=True)]
         assert sum(same) >= len(same) - (2 if ON_DEVICE else 0)
 
     @pytest.mark.device
@@ -402,21 +402,21 @@ class TestEngine:
     @pytest.mark.device
     def test_log_probabilities_are_those_of_the_row(self, make_engine: MakeEngine, demo: lp.Model) -> None:
         params = longer(*(replace(p, logprobs=5) for p in (*PARAMS[:3], SOME[0], FULL[0])))
-        found = {}
+        completions = {}
         for choice in ("off", "on"):
             engine = make_engine(demo, n_seq_max=N_SEQ, graph_sampling=choice)
-            found[choice] = engine.generate(PROMPTS, params)
-        for out, other in zip(found["on"], found["off"], strict=True):
+            completions[choice] = engine.generate(PROMPTS, params)
+        for out, other in zip(completions["on"], completions["off"], strict=True):
             if ON_DEVICE and out.token_ids != other.token_ids:
                 continue
             assert out.logprobs is not None and other.logprobs is not None
-            for one, two in zip(out.logprobs, other.logprobs, strict=True):
-                assert abs(one.logprob - two.logprob) < (0.02 if ON_DEVICE else 1e-5)
-                assert [t for t, _ in one.top] == [t for t, _ in two.top] or ON_DEVICE
+            for entry, expected in zip(out.logprobs, other.logprobs, strict=True):
+                assert abs(entry.logprob - expected.logprob) < (0.02 if ON_DEVICE else 1e-5)
+                assert [t for t, _ in entry.top] == [t for t, _ in expected.top] or ON_DEVICE
 
     @pytest.mark.skipif(ON_DEVICE, reason="there is no other thread on a device")
     def test_steps_that_overlap(self, make_engine: MakeEngine, demo: lp.Model) -> None:
-        found = [
+        texts = [
             tokens(
                 make_engine(
                     demo, n_seq_max=N_SEQ, kv_unified=True, pipeline_depth=depth, graph_sampling=choice
@@ -424,7 +424,7 @@ class TestEngine:
             )
             for depth, choice in ((1, "off"), (1, "on"), (2, "on"))
         ]
-        assert found[0] == found[1] == found[2]
+        assert texts[0] == texts[1] == texts[2]
 
     @pytest.mark.device
     def test_by_itself_only_on_a_device(self, make_engine: MakeEngine, demo: lp.Model) -> None:
@@ -451,7 +451,7 @@ class TestEngine:
         self, make_engine: MakeEngine, tmp_path: Path
     ) -> None:
         with lp.Model(damaged_model(tmp_path / "damaged.gguf")) as model:
-            found = {}
+            outcomes = {}
             for choice in ("off", "on"):
                 engine = make_engine(model, n_seq_max=3, graph_sampling=choice)
                 streams = [engine.stream([3, token], longer(PARAMS[1])[0]) for token in (4, BROKEN, 5)]
@@ -461,10 +461,10 @@ class TestEngine:
                         said.append([token for delta in stream for token in delta.token_ids])
                     except DecodeError as e:
                         said.append(str(e))
-                found[choice] = said
+                outcomes[choice] = said
                 engine.close()
-            assert found["on"] == found["off"]
-            assert isinstance(found["on"][1], str)
+            assert outcomes["on"] == outcomes["off"]
+            assert isinstance(outcomes["on"][1], str)
 
 
 class TestCosts:
@@ -538,11 +538,11 @@ class Steps:
         return Stages(top_k=40, temperature=1.5).build(self.model.vocab, seed)
 
     def launch(self, sequences: dict[int, list[int]], samplers: Sequence[Chain]) -> int:
-        given = [(t, p, s) for s, run in sequences.items() for p, t in enumerate(run)]
+        entries = [(t, p, s) for s, run in sequences.items() for p, t in enumerate(run)]
         ends = np.cumsum([len(run) for run in sequences.values()]) - 1
-        outputs = [int(i in ends) for i in range(len(given))]
+        outputs = [int(i in ends) for i in range(len(entries))]
         self.rows = ends.tolist()
-        tokens, positions, seq_ids = (list(x) for x in zip(*given, strict=True))
+        tokens, positions, seq_ids = (list(x) for x in zip(*entries, strict=True))
         return self.executor.launch(
             tokens, positions, seq_ids, outputs, self.rows if samplers else [], samplers
         )
@@ -718,7 +718,7 @@ class TestSteps:
             steps.executor.change_cells([Remove(0, 0)])
             step = steps.executor.launch([5, 6, 7], [0, 1, 2], [0] * 3, [1] * 3)
             whole = steps.executor.score(step, [0, 0, 1, 2], [6, 7, 7, 3], 2)
-        for one, two in zip(alone, whole, strict=True):
-            assert abs(one.logprob - two.logprob) < 1e-5
-            assert one.is_greedy == two.is_greedy
-            assert [t for t, _ in one.top] == [t for t, _ in two.top]
+        for score, expected in zip(alone, whole, strict=True):
+            assert abs(score.logprob - expected.logprob) < 1e-5
+            assert score.is_greedy == expected.is_greedy
+            assert [t for t, _ in score.top] == [t for t, _ in expected.top]

@@ -343,13 +343,13 @@ def test_what_a_device_sends_is_enough_or_is_not_used(
             except DecodeError:
                 assert Known(row, KNOWN, others, rng).draw(some) is None
                 return
-            found = Known(row, KNOWN, others, rng).draw(some)
-            if found is None:
-                found = some.sample(row)
-            assert found == expected
+            token = Known(row, KNOWN, others, rng).draw(some)
+            if token is None:
+                token = some.sample(row)
+            assert token == expected
             if n_logprobs >= 0:
-                (one, top), (other, whole_top) = some.logprobs(), whole.logprobs()
-                assert abs(one - other) < 1e-5
+                (logprob, top), (other, whole_top) = some.logprobs(), whole.logprobs()
+                assert abs(logprob - other) < 1e-5
                 assert [t for t, _ in top] == [t for t, _ in whole_top]
             for chain in (some, whole):
                 chain.accept_drawn([expected])
@@ -384,14 +384,14 @@ def test_what_a_device_sends_is_usually_enough(demo: lp.Model) -> None:
     for options, others, enough in cases:
         with options.build(demo.vocab, 1) as chain:
             chain.accept([*best, *worst])
-            found = Known(row, KNOWN, others, np.random.default_rng(1)).draw(chain)
-            assert (found is not None) == enough, options
+            token = Known(row, KNOWN, others, np.random.default_rng(1)).draw(chain)
+            assert (token is not None) == enough, options
     for options, enough in cut:
         for name in ("add_top_p", "add_min_p"):
             with options.build(demo.vocab, 1) as chain:
                 getattr(chain, name)(0.5 if name == "add_min_p" else 0.6)
-                found = Known(row, KNOWN, (), np.random.default_rng(1)).draw(chain)
-                assert (found is not None) == enough, (options, name)
+                token = Known(row, KNOWN, (), np.random.default_rng(1)).draw(chain)
+                assert (token is not None) == enough, (options, name)
 
 
 @settings(max_examples=100, deadline=None)

@@ -88,7 +88,7 @@ def test_texts_are_those_without_drafts(engine: lp.Engine, way: str) -> None:
             for i in range(7)
         ]
         done = engine.generate([STORY[: 40 + 8 * i] for i in range(7)], each)
-        return [one.choices for one in done]
+        return [completion.choices for completion in done]
 
     expected = texts("off")
     assert engine.stats().n_drafted == 0
@@ -130,9 +130,9 @@ def test_a_draft_ends_where_a_constraint_forbids_a_token(
     draft = DraftModel.draft
 
     def watched(self: DraftModel, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        found = draft(self, chosen)
-        drafted.extend(map(list, found.values()))
-        return found
+        drafts = draft(self, chosen)
+        drafted.extend(map(list, drafts.values()))
+        return drafts
 
     monkeypatch.setattr(DraftModel, "draft", watched)
     with make_engine(demo, n_ctx=256, n_seq_max=2, draft=demo) as engine:
@@ -142,8 +142,8 @@ def test_a_draft_ends_where_a_constraint_forbids_a_token(
         done = engine.generate(STORY, lp.SamplingParams(**options, speculate="draft"))
         assert done.token_ids == plain.token_ids
         wrong = [["e" in demo.detokenize([token]) for token in tokens] for tokens in drafted]
-        assert sum(map(any, wrong)) > 5 and not any(any(one[:-1]) for one in wrong)
-        assert done.n_drafted_tokens <= sum(map(len, drafted)) - sum(one[-1] for one in wrong)
+        assert sum(map(any, wrong)) > 5 and not any(any(flags[:-1]) for flags in wrong)
+        assert done.n_drafted_tokens <= sum(map(len, drafted)) - sum(flags[-1] for flags in wrong)
         assert done.n_accepted_tokens > 5
 
 
@@ -163,11 +163,13 @@ def test_a_draft_needs_a_draft_model(make_engine: MakeEngine, demo: lp.Model) ->
 @pytest.mark.parametrize(
     "options", [{}, {"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}], ids=str
 )
-def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]
+) -> None:
     with make_engine(demo, n_ctx=96, n_seq_max=4, draft=demo, **options) as engine:
         params = lp.SamplingParams(temperature=0, max_tokens=150, speculate="draft", ignore_eos=True)
         done = engine.generate([STORY[: 70 + i] for i in range(6)], params)
-        assert {one.finish_reason for one in done} == {"length"}
+        assert {completion.finish_reason for completion in done} == {"length"}
         assert engine.stats().n_accepted > 0
         engine.check_integrity()
 
@@ -177,8 +179,8 @@ def test_streams_that_end_early(engine: lp.Engine) -> None:
     expected = engine.generate(STORY, lp.SamplingParams(temperature=0, max_tokens=60, speculate="off"))
     for n in range(0, 40, 3):
         with engine.stream(STORY, params) as stream:
-            found = [token for _, delta in zip(range(n), stream, strict=False) for token in delta.token_ids]
-        assert found == expected.token_ids[: len(found)]
+            tokens = [token for _, delta in zip(range(n), stream, strict=False) for token in delta.token_ids]
+        assert tokens == expected.token_ids[: len(tokens)]
     engine.check_integrity()
 
 
@@ -232,7 +234,7 @@ def test_an_error_of_the_draft_model_ends_no_request(
         monkeypatch.setattr(DraftModel, "_decode", broken)
         with caplog.at_level(logging.WARNING, "llamapipe"):
             done = engine.generate([STORY, STORY], lp.SamplingParams(temperature=0, max_tokens=30))
-        assert [one.text for one in done] == [expected.text] * 2
+        assert [completion.text for completion in done] == [expected.text] * 2
         assert sum("draft model is not used any more" in record.message for record in caplog.records) == 1
         engine.check_integrity()
 
@@ -350,7 +352,7 @@ def play(
     Returns how many tokens each step guessed, and the time over that without guesses.
     """
     rng = random.Random(1)
-    request, found, n, seconds = Request([1]), [], 0, 0.0
+    request, lengths, n, seconds = Request([1]), [], 0, 0.0
     while n < n_tokens:
         drafter, chosen = gate.next_drafter(), {}
         n_calls = drafter.n_calls if isinstance(drafter, Paid) else 0
@@ -364,10 +366,10 @@ def play(
         if isinstance(drafter, Paid) and drafter.n_calls > n_calls:
             took_s += drafter.took_s
         gate.observe(1, n_guessed, took_s)
-        found.append(n_guessed)
+        lengths.append(n_guessed)
         seconds += took_s
         n += 1 + n_right
-    return found, seconds / (n * step_s(1))
+    return lengths, seconds / (n * step_s(1))
 
 
 def slowly(n: int) -> float:
@@ -376,23 +378,23 @@ def slowly(n: int) -> float:
 
 
 def test_cheap_drafts_are_long_and_dear_ones_are_not_made() -> None:
-    found = []
+    longest = []
     for seconds in (0.0001, 0.002, 0.004, 0.02):
         drafter = Paid(seconds)
         gate = Gate(32, drafter=drafter)
         learn(gate, lambda n: 0.01 + 0.0002 * n)
-        found.append(max(play(gate, 60, lambda n: 0.01 + 0.0002 * n, 0.9)[0]))
+        longest.append(max(play(gate, 60, lambda n: 0.01 + 0.0002 * n, 0.9)[0]))
         if seconds == 0.02:
             assert drafter.n_calls == 0
-    assert found == sorted(found, reverse=True)
-    assert found[0] >= 10 and found[2] > 0 and found[3] == 0
+    assert longest == sorted(longest, reverse=True)
+    assert longest[0] >= 10 and longest[2] > 0 and longest[3] == 0
 
 
 def test_drafts_that_do_not_pay_are_seldom_tried() -> None:
     gate = Gate(32, drafter=Paid(0.02))
     learn(gate, lambda n: 0.01)
-    found, _ = play(gate, 30_000, lambda n: 0.01, 0.0)
-    tries = [i for i, n in enumerate(found) if n]
+    lengths, _ = play(gate, 30_000, lambda n: 0.01, 0.0)
+    tries = [i for i, n in enumerate(lengths) if n]
     assert 5 < len(tries) < 15
     gaps = [b - a for a, b in pairwise(tries)]
     assert gaps == sorted(gaps)
@@ -404,8 +406,8 @@ def test_drafts_that_promise_too_much_lose_little(draft_s: float, share: float) 
     """Less than two steps of a hundred, from the first text on."""
     gate = Gate(32, drafter=Paid(draft_s, share=0.9))
     learn(gate, slowly)
-    found, relative = play(gate, 256, slowly, share)
-    assert 0 < sum(map(bool, found)) < 30
+    lengths, relative = play(gate, 256, slowly, share)
+    assert 0 < sum(map(bool, lengths)) < 30
     assert relative < 1.02
     assert play(gate, 2560, slowly, share)[1] < 1.01
 
@@ -416,8 +418,8 @@ def test_a_draft_that_is_only_tried_pays_for_its_prompt() -> None:
     drafter.prompt_s = 0.04
     gate = Gate(32, drafter=drafter)
     learn(gate, lambda n: 0.01)
-    found, _ = play(gate, 2000, lambda n: 0.01, 0.0)
-    tries = [i for i, n in enumerate(found) if n]
+    lengths, _ = play(gate, 2000, lambda n: 0.01, 0.0)
+    tries = [i for i, n in enumerate(lengths) if n]
     assert len(tries) > 1
     assert all(b - a > 250 for a, b in pairwise([0, *tries]))
 
@@ -479,15 +481,15 @@ def test_a_step_without_guesses_is_measured_again() -> None:
     """It was slow when the drafts began. Now they are all that makes a step slow."""
     gate = Gate(32, drafter=Paid(0.001, share=0.5))
     learn(gate, lambda n: 0.02 if n == 1 else 0.021)
-    found, _ = play(gate, 200, lambda n: 0.02 if n == 1 else 0.021, 0.5)
-    assert sum(map(bool, found)) > 100 and max(_runs(found)) == 32
-    found, _ = play(gate, 1000, lambda n: 0.01 if n == 1 else 0.021, 0.5)
-    assert sum(map(bool, found[200:])) < 10
+    lengths, _ = play(gate, 200, lambda n: 0.02 if n == 1 else 0.021, 0.5)
+    assert sum(map(bool, lengths)) > 100 and max(_runs(lengths)) == 32
+    lengths, _ = play(gate, 1000, lambda n: 0.01 if n == 1 else 0.021, 0.5)
+    assert sum(map(bool, lengths[200:])) < 10
 
 
-def _runs(found: Sequence[int]) -> list[int]:
+def _runs(lengths: Sequence[int]) -> list[int]:
     """The lengths of the runs of steps with guesses."""
-    return [len(list(run)) for is_guessed, run in groupby(found, bool) if is_guessed]
+    return [len(list(run)) for is_guessed, run in groupby(lengths, bool) if is_guessed]
 
 
 def test_a_free_guess_is_taken_where_a_draft_brings_little_more() -> None:
@@ -496,8 +498,8 @@ def test_a_free_guess_is_taken_where_a_draft_brings_little_more() -> None:
         gate = Gate(32, drafter=drafter)
         learn(gate, slowly)
         free = Guess(Request([1]), [5] * 8, 0.6)
-        found = gate.choose(1, [drafter.guess(free.request, 8), free], 512)
-        assert set(found[free.request]) == ({7} if from_draft else {5})
+        chosen = gate.choose(1, [drafter.guess(free.request, 8), free], 512)
+        assert set(chosen[free.request]) == ({7} if from_draft else {5})
         assert drafter.n_calls == from_draft
 
 
@@ -506,8 +508,8 @@ def test_a_draft_is_made_beside_free_guesses_of_others() -> None:
     gate = Gate(32, drafter=drafter)
     learn(gate, lambda n: 0.01 + 0.0002 * n)
     free, other = Guess(Request([1]), [5] * 8, 0.99), Request([1])
-    found = gate.choose(2, [free, drafter.guess(free.request, 8), drafter.guess(other, 8)], 512)
-    assert set(found[free.request]) == {5} and set(found[other]) == {7}
+    chosen = gate.choose(2, [free, drafter.guess(free.request, 8), drafter.guess(other, 8)], 512)
+    assert set(chosen[free.request]) == {5} and set(chosen[other]) == {7}
 
 
 @pytest.mark.parametrize(("n_requests", "splits"), [(1, False), (1, True), (3, False), (3, True)])
@@ -542,13 +544,13 @@ def test_a_token_that_is_not_worth_its_row_is_not_drafted(
     draft = DraftModel.draft
     lengths: dict[float, list[int]] = {}
     for least in (0.0, 0.5):
-        found = lengths[least] = []
+        counts = lengths[least] = []
 
         def worth(
-            self: DraftModel, chosen: Mapping[Request, int], least: float = least, found: list[int] = found
+            self: DraftModel, chosen: Mapping[Request, int], least: float = least, counts: list[int] = counts
         ) -> dict[Request, Sequence[int]]:
             drafted = draft(self, chosen, Worth(1.0, least))
-            found += map(len, drafted.values())
+            counts += map(len, drafted.values())
             for request in chosen:
                 held = self._held[request.slot]
                 chances = [self._chances[n_bin].mean for _, n_bin in held.drafted]

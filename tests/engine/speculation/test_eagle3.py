@@ -35,18 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Iterator[lp.Model]:
-    with lp.Model(eagle3_target(folder / "model.gguf")) as found:
-        yield found
+    with lp.Model(eagle3_target(folder / "model.gguf")) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
 def heads(folder: Path, model: lp.Model) -> Iterator[dict[str, lp.Model]]:
-    found = {
+    by_name = {
         name: lp.Model(eagle3_draft(folder / f"{i}.gguf", model.path, **options))
         for i, (name, options) in enumerate(HEADS.items())
     }
-    yield found
-    for head in found.values():
+    yield by_name
+    for head in by_name.values():
         head.close()
 
 
@@ -88,7 +88,9 @@ def test_only_tokens_of_its_own_vocabulary_are_drafted(
 
 
 @pytest.mark.parametrize("architecture", LAYER_INPUT_TARGETS[1:])
-def test_other_architectures(make_engine: MakeEngine, tmp_path: Path, architecture: str) -> None:
+def test_drafts_for_other_architectures_change_no_text(
+    make_engine: MakeEngine, tmp_path: Path, architecture: str
+) -> None:
     """The made draft is right only where the layers change the states little, and nothing scales embeddings."""
     target = eagle3_target(tmp_path / "model.gguf", architecture)
     with (
@@ -99,8 +101,8 @@ def test_other_architectures(make_engine: MakeEngine, tmp_path: Path, architectu
     ):
         expected = engine.generate(PROMPTS, params(speculate="off"))
         before = engine.stats()
-        found = engine.generate(PROMPTS, params())
-        assert [done.token_ids for done in found] == [done.token_ids for done in expected]
+        completions = engine.generate(PROMPTS, params())
+        assert [done.token_ids for done in completions] == [done.token_ids for done in expected]
         assert share_right(before, engine.stats()) > (0.8 if architecture.startswith("qwen") else -1)
         assert engine.stats().n_drafted_by_model > 100
 

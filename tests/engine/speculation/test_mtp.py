@@ -29,12 +29,12 @@ HEADS = {"right": 0.0, "often right": 0.6, "wrong": 30.0}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lp.Model]]:
     folder = tmp_path_factory.mktemp("mtp")
-    found = {
+    loaded = {
         name: lp.Model(mtp_model(folder / f"{i}.gguf", noise), load_mtp=True)
         for i, (name, noise) in enumerate(HEADS.items())
     }
-    yield found
-    for model in found.values():
+    yield loaded
+    for model in loaded.values():
         model.close()
 
 
@@ -45,16 +45,16 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
 
 def as_alone(model: lp.Model, make_engine: MakeEngine, drafts: list[Any]) -> None:
     """Checks that each of these drafts is what a new engine drafts after the same tokens, as one prompt."""
-    found = drafts.copy()
-    assert len(found) > 5
+    recorded = drafts.copy()
+    assert len(recorded) > 5
     with make_engine(model, n_ctx=256, n_seq_max=1, prefix_cache=False, draft="mtp") as engine:
-        for tokens, made in found[:: max(len(found) // 12, 1)]:
+        for tokens, draft in recorded[:: max(len(recorded) // 12, 1)]:
             drafts.clear()
             engine.generate(list(tokens[:-1]), params(8, logit_bias={tokens[-1]: 1e4}))
-            again = next((one for after, one in drafts if after == tokens), None)
+            again = next((other for after, other in drafts if after == tokens), None)
             assert again is not None
-            n = min(len(made), len(again))
-            assert made[:n] == again[:n]
+            n = min(len(draft), len(again))
+            assert draft[:n] == again[:n]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -225,7 +225,9 @@ def test_fork_and_snapshot(make_engine: MakeEngine, models: dict[str, lp.Model])
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
-def test_scarce_cells(make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    make_engine: MakeEngine, models: dict[str, lp.Model], options: dict[str, Any]
+) -> None:
     with make_engine(models["right"], n_ctx=96, n_seq_max=4, draft="mtp", **options) as engine:
         done = engine.generate(PROMPTS, params(150))
         assert {completion.finish_reason for completion in done} == {"length"}
@@ -238,10 +240,10 @@ def test_streams_that_end_early(make_engine: MakeEngine, models: dict[str, lp.Mo
         expected = engine.generate(PROMPTS[4], params(60, speculate="off")).token_ids
         for n in range(0, 40, 3):
             with engine.stream(PROMPTS[4], params(60)) as stream:
-                found = [
+                tokens = [
                     token for _, delta in zip(range(n), stream, strict=False) for token in delta.token_ids
                 ]
-            assert tuple(found) == tuple(expected[: len(found)])
+            assert tuple(tokens) == tuple(expected[: len(tokens)])
         engine.check_integrity()
 
 

@@ -66,9 +66,9 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     draft = DraftModel.draft
 
     def watched(self: DraftModel, chosen: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
-        made = draft(self, chosen)
-        seen.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in made.items())
-        return made
+        drafted = draft(self, chosen)
+        seen.extend((tuple(request.tokens), tuple(tokens)) for request, tokens in drafted.items())
+        return drafted
 
     monkeypatch.setattr(DraftModel, "draft", watched)
     return seen
@@ -92,8 +92,8 @@ def test_texts_are_those_without_drafts(
                 assert plain.agrees(prompt, completion.token_ids)
     assert len(drafts) > 10
     with plain_loop(models[draft], ignore_eos=False) as plain:
-        for tokens, made in drafts[:: max(len(drafts) // 12, 1)]:
-            assert plain.agrees(tokens, made)
+        for tokens, drafted in drafts[:: max(len(drafts) // 12, 1)]:
+            assert plain.agrees(tokens, drafted)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,11 @@ def test_ways_to_sample(make_engine: MakeEngine, models: Models, options: dict[s
     with make_engine(models["itself"], n_ctx=256, n_seq_max=1, draft=models["like it"]) as engine:
         for i in range(3):
             expected = engine.generate(PROMPTS[i], params(seed=i, **options | {"speculate": "off"}))
-            found = engine.generate(PROMPTS[i], params(seed=i, **options))
-            assert found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
+            completion = engine.generate(PROMPTS[i], params(seed=i, **options))
+            assert (
+                completion.token_ids == expected.token_ids
+                and completion.finish_reason == expected.finish_reason
+            )
         assert engine.stats().n_drafted_by_model > 10
         engine.check_integrity()
 
@@ -121,7 +124,7 @@ def test_a_model_with_cells_is_drafted_for(make_engine: MakeEngine, models: Mode
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}], ids=str)
-def test_scarce_cells(make_engine: MakeEngine, models: Models, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(make_engine: MakeEngine, models: Models, options: dict[str, Any]) -> None:
     model, draft = models["itself"], models["like it"]
     with make_engine(model, n_ctx=96, n_seq_max=4, draft=draft, **options) as engine:
         done = engine.generate(PROMPTS, params(150))
@@ -166,7 +169,7 @@ def test_no_copy_outlives_its_tokens(make_engine: MakeEngine, models: Models, dr
         engine.generate([*second[:50], 120, 121], params(20))
     assert len(drafts) > 5
     with plain_loop(models["like it"], ignore_eos=False) as plain:
-        assert all(plain.agrees(tokens, made) for tokens, made in drafts)
+        assert all(plain.agrees(tokens, drafted) for tokens, drafted in drafts)
 
 
 @pytest.mark.parametrize("models", [COPIED], indirect=True)
@@ -182,7 +185,7 @@ def test_a_copy_that_fails_costs_only_time(
             monkeypatch.setattr(SavedCells, "load_state", lambda *_: False)
         assert engine.generate(PROMPTS[1], params()).token_ids == expected
     with plain_loop(models["like it"], ignore_eos=False) as plain:
-        assert all(plain.agrees(tokens, made) for tokens, made in drafts)
+        assert all(plain.agrees(tokens, drafted) for tokens, drafted in drafts)
 
 
 @pytest.mark.parametrize("models", [COPIED], indirect=True)

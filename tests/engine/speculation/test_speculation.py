@@ -102,7 +102,7 @@ def texts(engine: lp.Engine, prediction: str | None, **options: Any) -> list[tup
         for seed in range(6)
     ]
     done = engine.generate([f"{PROMPT}{' ' * (i % 2)}" for i in range(6)], params)
-    return [one.choices for one in done]
+    return [completion.choices for completion in done]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -168,11 +168,11 @@ def test_a_constraint_that_fails_before_its_guess_adds_no_token(
     monkeypatch.setattr(GrammarBudget, "error", error)
     for n_jobs in range(4, 80, 3):
         left = n_jobs
-        found: list[int] = []
+        token_ids: list[int] = []
         with suppress(ConstraintError):
             for delta in engine.stream(PROMPT, params):
-                found += delta.token_ids
-        assert found == whole[: len(found)]
+                token_ids += delta.token_ids
+        assert token_ids == whole[: len(token_ids)]
 
 
 def test_streams_give_every_token(engine: lp.Engine) -> None:
@@ -197,15 +197,15 @@ def test_nothing_follows_a_stop_string(engine: lp.Engine, way: str) -> None:
         params = lp.SamplingParams(temperature=0, max_tokens=60, prediction=whole.text, stop=word)
         if way == "generate":
             done = engine.generate(PROMPT, params)
-            found = done.text, done.token_ids, done.finish_reason
+            result = done.text, done.token_ids, done.finish_reason
         else:
             deltas = list(engine.stream(PROMPT, params))
-            found = (
+            result = (
                 "".join(delta.text for delta in deltas),
                 [token for delta in deltas for token in delta.token_ids],
                 deltas[-1].finish_reason or "stop",
             )
-        assert found == (plain.text, plain.token_ids, plain.finish_reason)
+        assert result == (plain.text, plain.token_ids, plain.finish_reason)
         engine.check_integrity()
 
 
@@ -325,8 +325,8 @@ def test_log_probabilities_of_a_text_that_ends_within_a_guess(engine: lp.Engine,
             plain.choices
         )
         deltas = list(engine.stream(PROMPT, lp.SamplingParams(**options, prediction=whole.text)))
-        found = [entry for delta in deltas for entry in delta.logprobs or ()]
-        assert found == plain.logprobs
+        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+        assert entries == plain.logprobs
     assert engine.stats().n_accepted > 0
     engine.check_integrity()
 
@@ -351,11 +351,13 @@ def test_a_context_is_filled_to_its_last_position(
 
 
 @pytest.mark.parametrize("options", [{"n_cells": 200}, {"overflow": "recompute"}, {"overflow": "shift"}])
-def test_scarce_cells(eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]) -> None:
+def test_scarce_cells_cut_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, options: dict[str, Any]
+) -> None:
     with make_engine(demo, n_ctx=96, n_seq_max=4, **options) as engine:
         params = lp.SamplingParams(temperature=0, max_tokens=150, prediction=STORY, ignore_eos=True)
         done = engine.generate([PROMPT[: 100 + i] for i in range(6)], params)
-        assert {one.finish_reason for one in done} == {"length"}
+        assert {completion.finish_reason for completion in done} == {"length"}
         assert engine.stats().n_drafted > 0
         engine.check_integrity()
 
@@ -486,8 +488,8 @@ def guesses_of(*lengths: int, share: float = 0.9) -> list[Guess]:
 
 
 def chosen(gate: Gate, n_decoding: int, guesses: list[Guess]) -> list[int]:
-    found = gate.choose(n_decoding, guesses, 512)
-    return [len(found.get(guess.request, ())) for guess in guesses]
+    guessed = gate.choose(n_decoding, guesses, 512)
+    return [len(guessed.get(guess.request, ())) for guess in guesses]
 
 
 def taught(seconds: Callable[[int], float], ns: Sequence[int], splits: bool = False) -> Gate:
@@ -567,7 +569,9 @@ def test_the_first_step_of_a_number_counts_half() -> None:
 
 
 @pytest.mark.parametrize("way", ["seeded", "schema", "GBNF", "logprobs"])
-def test_micro_batches(eager: None, make_engine: MakeEngine, demo: lp.Model, way: str) -> None:
+def test_guesses_in_micro_batches_change_no_text(
+    eager: None, make_engine: MakeEngine, demo: lp.Model, way: str
+) -> None:
     """Wrong guesses of one are removed while the other is computed."""
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
@@ -603,7 +607,9 @@ def prompts_of(n: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_sliding_windows(often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, n: int) -> None:
+def test_wrong_guesses_beside_a_window_change_no_text(
+    often_wrong: None, make_engine: MakeEngine, windowed: lp.Model, n: int
+) -> None:
     """Wrong guesses are removed after the window has moved on, many times over: its cells are used again."""
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
@@ -612,10 +618,12 @@ def test_sliding_windows(often_wrong: None, make_engine: MakeEngine, windowed: l
             lp.SamplingParams(max_tokens=150, ignore_eos=True, logprobs=1, temperature=0.2 * i, seed=i)
             for i in range(1, n + 1)
         ]
-        plain = engine.generate(prompts_of(n), [replace(one, speculate="off") for one in params])
+        plain = engine.generate(prompts_of(n), [replace(asked, speculate="off") for asked in params])
         assert engine.stats().n_drafted == 0
-        found = engine.generate(prompts_of(n), params)
-        assert [one.choices for one in found] == [one.choices for one in plain]
+        completions = engine.generate(prompts_of(n), params)
+        assert [completion.choices for completion in completions] == [
+            completion.choices for completion in plain
+        ]
         stats = engine.stats()
         assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
         engine.check_integrity()
@@ -628,8 +636,8 @@ def test_sliding_windows_in_one_cache(often_wrong: None, make_engine: MakeEngine
         plain_loop(windowed) as plain,
     ):
         done = engine.generate(prompts_of(5), params)
-        for prompt, one in zip(prompts_of(5), done, strict=True):
-            assert plain.agrees(prompt, one.token_ids)
+        for prompt, completion in zip(prompts_of(5), done, strict=True):
+            assert plain.agrees(prompt, completion.token_ids)
         assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
         engine.check_integrity()
 
@@ -643,13 +651,13 @@ def test_guesses_beside_a_window_are_of_one_length(
     kv_unified: bool,
 ) -> None:
     """They are one ubatch then, also beside requests that have none, and after a constraint has cut some."""
-    plan, found = BatchBuilder.plan, []
+    plan, steps = BatchBuilder.plan, []
 
     def watched(self: BatchBuilder, *arguments: Any) -> BatchPlan:
-        made = plan(self, *arguments)
-        if made.n_guessed:
-            found.append({n - 1 for _, n in made.scheduled})
-        return made
+        batch = plan(self, *arguments)
+        if batch.n_guessed:
+            steps.append({n - 1 for _, n in batch.scheduled})
+        return batch
 
     monkeypatch.setattr(BatchBuilder, "plan", watched)
     with (
@@ -663,10 +671,10 @@ def test_guesses_beside_a_window_are_of_one_length(
         ]
         params = [lp.SamplingParams(max_tokens=100, temperature=0, **each[i % 3]) for i in range(9)]
         done = engine.generate(prompts_of(9), params)
-        for prompt, one, asked in zip(prompts_of(9), done, params, strict=True):
-            assert asked.grammar or plain.agrees(prompt, one.token_ids)
-        assert all(len(lengths - {0}) == 1 for lengths in found)
-        assert any(0 in lengths for lengths in found) and max(map(max, found)) > 3
+        for prompt, completion, asked in zip(prompts_of(9), done, params, strict=True):
+            assert asked.grammar or plain.agrees(prompt, completion.token_ids)
+        assert all(len(lengths - {0}) == 1 for lengths in steps)
+        assert any(0 in lengths for lengths in steps) and max(map(max, steps)) > 3
         assert 0 < engine.stats().n_accepted < engine.stats().n_drafted
         engine.check_integrity()
 
@@ -681,8 +689,8 @@ def test_no_guesses_beside_a_window_while_another_step_is_computed(
     ):
         fix_micro_batches(engine, 2)
         done = engine.generate(prompts_of(4), params)
-        for prompt, one in zip(prompts_of(4), done, strict=True):
-            assert plain.agrees(prompt, one.token_ids)
+        for prompt, completion in zip(prompts_of(4), done, strict=True):
+            assert plain.agrees(prompt, completion.token_ids)
         stats = engine.stats()
         assert stats.n_micro_batches == 2 and stats.n_drafted == 0
         engine.check_integrity()
@@ -714,8 +722,8 @@ def test_states_go_back_before_wrong_guesses(
         params = [
             lp.SamplingParams(max_tokens=150, ignore_eos=True, temperature=0, **each[i % 4]) for i in range(n)
         ]
-        for prompt, one in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
-            assert plain.agrees(prompt, one.token_ids)
+        for prompt, completion in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
+            assert plain.agrees(prompt, completion.token_ids)
         stats = engine.stats()
         assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
         engine.check_integrity()
@@ -781,9 +789,9 @@ def test_states_are_copied_before_guesses(
     ]
     with make_engine(recurrent, n_ctx=256, n_seq_max=6) as engine, plain_loop(recurrent) as plain:
         texts = [done.text for done in engine.generate(prompts_of(n), params)]
-        params = [replace(one, prediction=text) for one, text in zip(params, texts, strict=True)]
-        for prompt, one in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
-            assert plain.agrees(prompt, one.token_ids)
+        params = [replace(asked, prediction=text) for asked, text in zip(params, texts, strict=True)]
+        for prompt, completion in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
+            assert plain.agrees(prompt, completion.token_ids)
         stats = engine.stats()
         assert 0 < stats.n_accepted < stats.n_drafted and not stats.no_guesses
         n_cached = stats.n_cache_hit_tokens
@@ -823,9 +831,9 @@ def test_states_of_earlier_steps_are_not_gone_back_to(
             kept = told[: len(told) - n_back]
             generation.trim(len(kept))
             assert plain.agrees(kept, [next(generation).id for _ in range(12)])
-        for one in (told, told[:-n_back]):  # a saved sequence, and a part of it
-            done = engine.generate(one, replace(params, max_tokens=12))
-            assert plain.agrees(one, done.token_ids)
+        for tokens in (told, told[:-n_back]):  # a saved sequence, and a part of it
+            done = engine.generate(tokens, replace(params, max_tokens=12))
+            assert plain.agrees(tokens, done.token_ids)
         engine.check_integrity()
 
 
@@ -858,14 +866,16 @@ def test_a_conversation_keeps_its_cells(
         engine.check_integrity()
 
 
-def test_reasons(engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model) -> None:
+def test_statistics_say_why_nothing_is_guessed(
+    engine: lp.Engine, make_engine: MakeEngine, recurrent: lp.Model
+) -> None:
     engine.generate("a", lp.SamplingParams(max_tokens=2))
     assert (engine.stats().no_guesses, engine.stats().unguessed) == ("", {})
     engine.generate(["a", "b"], lp.SamplingParams(max_tokens=2, speculate="off"))
     with engine.start("a") as generation:
         generation.next()
-    found = {reason.partition(":")[0]: n for reason, n in engine.stats().unguessed.items()}
-    assert found == {"speculate is 'off'": 2, "engine.start": 1}
+    reasons = {reason.partition(":")[0]: n for reason, n in engine.stats().unguessed.items()}
+    assert reasons == {"speculate is 'off'": 2, "engine.start": 1}
     with make_engine(recurrent, n_ctx=64, n_seq_max=1, n_ubatch=1) as other:
         other.generate([5, 6], lp.SamplingParams(max_tokens=2, speculate="off"))
         assert "n_ubatch" in other.stats().no_guesses
@@ -883,7 +893,7 @@ def test_a_trace_has_guesses(engine: lp.Engine) -> None:
     assert sum(span.n_drafted for span in spans) == done.n_drafted_tokens
     assert sum(span.n_accepted for span in spans) == done.n_accepted_tokens > 0
     arguments = [event["args"] for event in engine.trace.to_chrome()["traceEvents"]]
-    assert sum(one.get("accepted", 0) for one in arguments) == done.n_accepted_tokens
+    assert sum(event.get("accepted", 0) for event in arguments) == done.n_accepted_tokens
 
 
 def test_the_first_copy_of_a_state_says_little() -> None:

@@ -75,16 +75,16 @@ def test_tiles_give_the_same_bits_in_pieces(tmp_path: Path) -> None:
 @needs_avx2
 def test_every_level_multiplies_floats_in_the_same_order(tmp_path: Path) -> None:
     out = run(tmp_path, "float_levels", "float_products_avx2", "float_products_avx512")
-    found = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
+    counts = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
     has_avx512 = not missing_features(["avx512f", "avx512dq", "avx512bw", "avx512vl"])
-    assert list(found) == ["avx2", "avx512"][: 1 + has_avx512]
-    assert min(found.values()) > 10_000
+    assert list(counts) == ["avx2", "avx512"][: 1 + has_avx512]
+    assert min(counts.values()) > 10_000
 
 
 @needs_avx2
 def test_every_level_changes_states_in_the_same_order(tmp_path: Path) -> None:
     out = run(tmp_path, "linear_levels", "linear_avx2", "linear_avx512")
-    found = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
+    counts = {name: int(n) for name, n in re.findall(r"(\S+): (\d+) numbers are equal", out)}
     has_avx512 = not missing_features(["avx512f", "avx512dq", "avx512bw", "avx512vl"])
-    assert list(found) == ["avx2", "avx512"][: 1 + has_avx512]
-    assert min(found.values()) > 1_000_000
+    assert list(counts) == ["avx2", "avx512"][: 1 + has_avx512]
+    assert min(counts.values()) > 1_000_000

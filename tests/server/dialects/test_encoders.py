@@ -47,10 +47,10 @@ def text_part(text: str, reason: Any = None) -> Delta:
 
 def sent(encoder: Encoder[Any], parts: Sequence[Any], index: int = 0, n_cached: int = 2) -> bytes:
     """What a stream of one choice has: a token for each part, after a prompt of five."""
-    made = encoder.begin(index, Counts(5, n_cached, 1), [1, 2, 3, 4, 5])
+    data = encoder.begin(index, Counts(5, n_cached, 1), [1, 2, 3, 4, 5])
     for n, part in enumerate(parts, 1):
-        made += encoder.part(index, part, Counts(5, n_cached, n))
-    return made + encoder.end(Counts(5, n_cached, len(parts), 4, 3), [1, 2, 3, 4, 5])
+        data += encoder.part(index, part, Counts(5, n_cached, n))
+    return data + encoder.end(Counts(5, n_cached, len(parts), 4, 3), [1, 2, 3, 4, 5])
 
 
 def events(data: bytes) -> list[Any]:
@@ -81,10 +81,10 @@ class TestChat:
         assert "usage" not in last
 
     def test_usage_ends_the_stream(self, demo: lp.Model) -> None:
-        made = events(sent(chat(demo, with_usage=True, predicted=True), [chat_part("a", reason="stop")]))
-        assert [one["usage"] for one in made[:-1]] == [None, None]
-        assert made[-1]["choices"] == []
-        assert made[-1]["usage"] == {
+        received = events(sent(chat(demo, with_usage=True, predicted=True), [chat_part("a", reason="stop")]))
+        assert [event["usage"] for event in received[:-1]] == [None, None]
+        assert received[-1]["choices"] == []
+        assert received[-1]["usage"] == {
             "prompt_tokens": 5,
             "completion_tokens": 1,
             "total_tokens": 6,
@@ -94,8 +94,8 @@ class TestChat:
 
     def test_each_event_has_the_usage_so_far(self, demo: lp.Model) -> None:
         parts = [chat_part("a"), chat_part("b", reason="stop")]
-        made = events(sent(chat(demo, with_usage=True, continuous_usage=True), parts))
-        assert [one["usage"]["completion_tokens"] for one in made] == [1, 1, 2, 2]
+        received = events(sent(chat(demo, with_usage=True, continuous_usage=True), parts))
+        assert [event["usage"]["completion_tokens"] for event in received] == [1, 1, 2, 2]
 
     def test_reasoning_and_calls(self, demo: lp.Model) -> None:
         parts = [chat_part(reasoning="hm"), chat_part(calls=CALL), chat_part(reason="tool_calls")]
@@ -115,8 +115,8 @@ class TestChat:
             chat_part(calls=[ToolCallDelta(0, None, None, '"ls"}')]),
             chat_part(reason="tool_calls"),
         ]
-        made = events(sent(chat(demo, tools), parts))
-        calls = [one["choices"][0]["delta"].get("tool_calls") for one in made]
+        received = events(sent(chat(demo, tools), parts))
+        calls = [event["choices"][0]["delta"].get("tool_calls") for event in received]
         custom = {"index": 0, "id": "call_1", "type": "custom", "custom": {"name": "run", "input": "ls"}}
         assert calls == [None, None, None, [custom]]
 
@@ -151,12 +151,12 @@ class TestCompletions:
         return CompletionEncoder("cmpl-1", "m", 9, Format(**form), shown, prompts, demo.vocab, RequestTimes())
 
     def test_an_incomplete_character_has_no_event(self, demo: lp.Model) -> None:
-        made = events(sent(self.encoder(demo), [text_part(""), text_part("é", "stop")], index=1))
-        assert [one["choices"][0] for one in made] == [
+        received = events(sent(self.encoder(demo), [text_part(""), text_part("é", "stop")], index=1))
+        assert [event["choices"][0] for event in received] == [
             {"index": 1, "text": "é", "logprobs": None, "finish_reason": "stop"}
         ]
 
-    def test_no_tokens(self, demo: lp.Model) -> None:
+    def test_an_answer_without_tokens_is_empty(self, demo: lp.Model) -> None:
         (only,) = events(sent(self.encoder(demo, Shown(is_empty=True)), [text_part("x", "stop")]))
         assert only["choices"][0]["text"] == "" and only["choices"][0]["finish_reason"] == "length"
 
@@ -167,7 +167,7 @@ class TestCompletions:
         data = encoder.echo(0, scores) + encoder.part(
             0, Delta(" a", (7,), (TokenLogprob(7, -2.0, (), b" a"),), "stop", None), Counts(5)
         )
-        prompt, text = (one["choices"][0] for one in events(data))
+        prompt, text = (event["choices"][0] for event in events(data))
         assert prompt["text"] == "Once" and text["text"] == " a"
         assert text["logprobs"]["text_offset"] == [len("Once")]
 
@@ -188,8 +188,8 @@ class TestAnthropic:
             chat_part(calls=CALL),
             chat_part(reason="tool_calls"),
         ]
-        made = events(sent(AnthropicEncoder("msg_1", "m", RequestTimes()), parts))
-        assert [(one["type"], one.get("index")) for one in made] == [
+        received = events(sent(AnthropicEncoder("msg_1", "m", RequestTimes()), parts))
+        assert [(event["type"], event.get("index")) for event in received] == [
             ("message_start", None),
             ("content_block_start", 0),
             ("content_block_delta", 0),
@@ -205,25 +205,27 @@ class TestAnthropic:
             ("message_delta", None),
             ("message_stop", None),
         ]
-        usage = made[0]["message"]["usage"]
+        usage = received[0]["message"]["usage"]
         assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 2, 0)
-        assert made[-2]["delta"]["stop_reason"] == "tool_use" and made[-2]["usage"] == {"output_tokens": 5}
-        assert made[-1]["timings"]["predicted_n"] == 5
+        assert received[-2]["delta"]["stop_reason"] == "tool_use" and received[-2]["usage"] == {
+            "output_tokens": 5
+        }
+        assert received[-1]["timings"]["predicted_n"] == 5
 
     def test_events_are_named(self) -> None:
         data = sent(AnthropicEncoder("msg_1", "m", RequestTimes()), [chat_part(reason="stop", stop="END")])
         names = [
             row.removeprefix("event: ") for row in data.decode().splitlines() if row.startswith("event: ")
         ]
-        assert names == [one["type"] for one in events(data)]
+        assert names == [event["type"] for event in events(data)]
         assert events(data)[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
 
     def test_the_whole_answer(self) -> None:
         call = ToolCall.of("call_1", "add", '{"a": 1}')
         choice = ChatChoice(0, "Hi", "hm", (call,), "tool_calls", 1, [7])
-        made = AnthropicEncoder("msg_1", "m", RequestTimes()).whole(choice, Counts(5, 2, 3))
-        assert [block["type"] for block in made["content"]] == ["thinking", "text", "tool_use"]
-        assert made["content"][2]["input"] == {"a": 1} and made["usage"]["output_tokens"] == 3
+        answer = AnthropicEncoder("msg_1", "m", RequestTimes()).whole(choice, Counts(5, 2, 3))
+        assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
+        assert answer["content"][2]["input"] == {"a": 1} and answer["usage"]["output_tokens"] == 3
 
 
 class TestOllama:
@@ -262,7 +264,7 @@ class TestOllama:
         text, last = self.lines(sent(encoder, [text_part("a"), text_part("", "stop")]))
         assert text["response"] == "a" and last["context"] == [1, 2, 3, 4, 5, 7, 7]
 
-    def test_no_tokens(self, demo: lp.Model) -> None:
+    def test_an_answer_without_tokens_is_empty(self, demo: lp.Model) -> None:
         (last,) = self.lines(sent(self.encoder(demo, is_empty=True), [chat_part("x", reason="stop")]))
         assert last["eval_count"] == 0 and last["done_reason"] == "length"
 
@@ -295,8 +297,8 @@ class TestLlamaServer:
             self.encoder(demo, is_stream=True), [text_part("a"), text_part("b\n"), text_part("", "stop")]
         )
         first, second, third, last = events(data)
-        assert [one["content"] for one in (first, second, third, last)] == ["a", "b\n", "", ""]
-        assert [one["tokens_predicted"] for one in (first, second, third)] == [1, 2, 3]
+        assert [event["content"] for event in (first, second, third, last)] == ["a", "b\n", "", ""]
+        assert [event["tokens_predicted"] for event in (first, second, third)] == [1, 2, 3]
         assert last["stop"] and last["stop_type"] == "eos" and last["has_new_line"]
         assert last["prompt"] == "Once" and last["generation_settings"]["n_predict"] == 4
         times = last["timings"]
@@ -322,14 +324,14 @@ class TestLlamaServer:
 
     def test_several_choices_are_a_list(self, demo: lp.Model) -> None:
         encoder = self.encoder(demo, n=2, with_tokens=True)
-        made = b""
+        data = b""
         for index in (1, 0):
-            made += encoder.begin(index, Counts(10), ()) + encoder.part(
+            data += encoder.begin(index, Counts(10), ()) + encoder.part(
                 index, text_part("ab"[index], "stop"), Counts(10)
             )
-        assert made == b""
+        assert data == b""
         answers = json.loads(encoder.end(Counts(10), ()))
-        assert [(one["index"], one["content"], one["tokens"]) for one in answers] == [
+        assert [(answer["index"], answer["content"], answer["tokens"]) for answer in answers] == [
             (0, "a", [7]),
             (1, "b", [7]),
         ]
@@ -343,7 +345,7 @@ class TestLlamaServer:
 
     def test_progress_is_told_once(self, demo: lp.Model) -> None:
         encoder = self.encoder(demo, is_stream=True, with_progress=True)
-        told = [one["prompt_progress"]["processed"] for one in events(encoder.news())]
+        told = [event["prompt_progress"]["processed"] for event in events(encoder.news())]
         assert told == [2, 5] and encoder.news() == b""
 
 
@@ -373,7 +375,9 @@ class TestResponses:
         )
 
     def told(self, data: bytes) -> list[tuple[str, int | None]]:
-        return [(one["type"].removeprefix("response."), one.get("output_index")) for one in events(data)]
+        return [
+            (event["type"].removeprefix("response."), event.get("output_index")) for event in events(data)
+        ]
 
     def test_one_item_is_open_at_a_time(self, demo: lp.Model) -> None:
         parts = [
@@ -406,17 +410,17 @@ class TestResponses:
             ("output_item.done", 2),
             ("completed", None),
         ]
-        made = events(data)
-        assert [one["sequence_number"] for one in made] == list(range(len(made)))
-        assert made[0]["response"]["status"] == "in_progress" and made[0]["response"]["usage"] is None
-        thought, message, call = made[-1]["response"]["output"]
+        received = events(data)
+        assert [event["sequence_number"] for event in received] == list(range(len(received)))
+        assert received[0]["response"]["status"] == "in_progress" and received[0]["response"]["usage"] is None
+        thought, message, call = received[-1]["response"]["output"]
         assert (thought["id"], message["id"], call["id"]) == ("rs_1_0", "msg_1_1", "fc_1_2")
         assert {thought["status"], message["status"], call["status"]} == {"completed"}
         assert message["content"] == [
             {"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}
         ]
         assert call["call_id"] == "call_1" and call["arguments"] == '{"a": 1}'
-        usage = made[-1]["response"]["usage"]
+        usage = received[-1]["response"]["usage"]
         assert usage["input_tokens_details"]["cached_tokens"] == 2 and usage["total_tokens"] == 5 + len(parts)
         assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
         assert encoder.needs_client
@@ -428,8 +432,8 @@ class TestResponses:
             events(sent(encoder, [chat_part("Hi"), chat_part(reason=reason)]))[-1]["item"]["status"]
             == "incomplete"
         )
-        made = encoder.response()
-        assert made["status"] == "incomplete" and made["incomplete_details"] == {
+        response = encoder.response()
+        assert response["status"] == "incomplete" and response["incomplete_details"] == {
             "reason": "max_output_tokens"
         }
 
@@ -444,7 +448,7 @@ class TestResponses:
         encoder = self.encoder(demo)
         sent(encoder, [chat_part("a", logprobs=(entry,)), chat_part("b", logprobs=(entry,), reason="stop")])
         (part,) = encoder.output[0]["content"]
-        assert part["text"] == "ab" and [one["logprob"] for one in part["logprobs"]] == [-0.5, -0.5]
+        assert part["text"] == "ab" and [entry["logprob"] for entry in part["logprobs"]] == [-0.5, -0.5]
 
     def test_the_input_of_a_custom_tool_comes_whole(self, demo: lp.Model) -> None:
         tools = Tools([], "auto", {"run": ClientName("run", "shell", is_custom=True)}, (), {})
@@ -453,14 +457,14 @@ class TestResponses:
             chat_part(calls=[ToolCallDelta(0, None, None, '"ls"}')]),
             chat_part(reason="tool_calls"),
         ]
-        made = events(sent(self.encoder(demo, tools), parts))
-        assert [one["type"].partition(".")[2] for one in made[2:]] == [
+        received = events(sent(self.encoder(demo, tools), parts))
+        assert [event["type"].partition(".")[2] for event in received[2:]] == [
             "output_item.added",
             "custom_tool_call_input.delta",
             "custom_tool_call_input.done",
             "output_item.done",
         ]
-        assert made[-1]["item"]["input"] == "ls" and made[-1]["item"]["namespace"] == "shell"
+        assert received[-1]["item"]["input"] == "ls" and received[-1]["item"]["namespace"] == "shell"
 
     def test_the_server_runs_a_call_and_the_model_continues(self, demo: lp.Model) -> None:
         def item_of(known: ClientName) -> dict[str, Any]:

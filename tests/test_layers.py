@@ -10,50 +10,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# From top to bottom: a room may import those below it. Rooms in one row do not know each other.
-ROOMS: tuple[tuple[str, ...], ...] = (
-    ("__main__", "_pyinstaller"),
-    ("dynamo",),
-    ("cli",),
-    ("lm_eval", "ray", "compat"),
-    ("fleet",),
-    ("server",),
-    ("__init__",),
-    ("jobs", "telemetry", "lowlevel"),
-    ("embedding",),
-    ("engine",),
-    ("_sync",),
-    ("streams", "_engine.parts"),
-    ("_engine.calls.chat", "_engine.calls.scores"),
-    ("_engine.calls.submission",),
-    ("_engine.calls",),
-    ("_engine.runtime.thread",),
-    ("_engine.runtime.loop",),
-    ("_engine.runtime.in_flight", "_engine.runtime.late_draws", "_engine.runtime.micro_batches"),
-    ("_engine.runtime.executor", "_engine.runtime.encoder"),
-    ("_engine.runtime",),
-    ("work.long_work", "types", "chat.deltas", "chat.tool_schemas"),
-    ("_engine.policy", "params", "results"),
-    ("pipeline", "structured"),
-    ("cache_file",),
-    ("llama",),
-    ("rpc", "hub"),
-    ("work",),
-    ("gguf", "host", "text", "native", "chat", "kv_events"),
-    ("media", "ollama_models"),
-    (
-        "structured.schema",
-        "structured.formats",
-        "structured.patterns",
-        "structured.budget",
-        "chat.control_text",
-    ),
-    ("arguments",),
-    ("_messages",),
-    ("_options", "_lru_cache"),
-    ("errors", "locks", "wanted", "_lazy", "_engine", "_sampling_table"),
-)
-LEVEL = {room: level for level, row in enumerate(ROOMS) for room in row}
+PAGE = (ROOT / "design" / "architecture.md").read_text(encoding="utf-8")
+TABLE = re.compile(r"^\| (?:package|file of `([\w/]+)`) \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+def rows(folder: str, table: str) -> dict[str, int]:
+    """What the first column of a table names, as modules, each with its row from the top."""
+    return {
+        f"{folder}/{name}".strip("/").removesuffix(".py").replace("/", "."): row
+        for row, line in enumerate(table.splitlines())
+        for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])
+    }
+
+
+# By the package whose files a table has; and the table of all packages.
+TABLES = {folder.replace("/", "."): rows(folder, table) for folder, table in TABLE.findall(PAGE)}
+PACKAGES = TABLES.pop("")
+POLICY = "llamapipe._engine.policy"
 IMPURE = {"threading", "asyncio", "queue", "concurrent", "multiprocessing", "cffi", "ctypes", "numpy", "time"}
 
 
@@ -83,10 +56,10 @@ def imported(name: str, only_at_run_time: bool = False) -> set[str]:
     return names
 
 
-def room_of(name: str) -> str:
-    """``llamapipe._engine.runtime.loop`` belongs to ``_engine.runtime``, unless it has a row: the longest name fits."""
-    inner = name.removeprefix("llamapipe").lstrip(".") or "__init__"
-    return max((room for room in LEVEL if f"{inner}.".startswith(f"{room}.")), key=len)
+def place(name: str, table: Collection[str]) -> str | None:
+    """The entry of a table that a module belongs to: the longest name fits. None for a module of another package."""
+    file = "llamapipe.__init__" if name == "llamapipe" else name
+    return max((entry for entry in table if f"{file}.".startswith(f"{entry}.")), key=len, default=None)
 
 
 def ours(names: set[str]) -> set[str]:
@@ -95,10 +68,23 @@ def ours(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downwards(name: str) -> None:
-    mine = room_of(name)
-    rooms = {room_of(other) for other in ours(imported(name))} - {mine}
-    wrong = {room for room in rooms if LEVEL[room] <= LEVEL[mine]}
-    assert not wrong, f"{mine} must not import {', '.join(sorted(wrong))}: see ROOMS"
+    """Between packages strictly; inside the packages whose files have a table, also within a row."""
+    others = ours(imported(name))
+    mine = place(name, PACKAGES)
+    assert mine is not None, f"{name} has no row in the table of packages"
+    rooms = {room for other in others if (room := place(other, PACKAGES)) is not None and room != mine}
+    wrong = {room for room in rooms if PACKAGES[room] <= PACKAGES[mine]}
+    for table in TABLES.values():
+        here = place(name, table)
+        files = {file for other in others if (file := place(other, table)) is not None}
+        wrong |= {file for file in files if here is not None and table[file] < table[here]}
+    assert not wrong, f"{name} must not import {', '.join(sorted(wrong))}: see design/architecture.md"
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_every_file_of_a_package_with_a_table_has_a_row(package: str) -> None:
+    files = {name for name in MODULES if name.startswith(f"{package}.")}
+    assert files and not {name for name in files if place(name, TABLES[package]) is None}
 
 
 # What callers hold; everything else asks these, by their public methods.
@@ -189,14 +175,14 @@ def test_what_begins_with_an_underscore_belongs_to_its_package(name: str) -> Non
     assert not foreign, f"{', '.join(sorted(foreign))}: a name without underscore says that others use it"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name) == "_engine.policy"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(POLICY)])
 def test_policy_is_pure(name: str) -> None:
     """Neither a module of it nor what it imports knows threads, clocks or native code."""
     known, new = set[str](), {name}
     while new:
         known |= new
         new = {n for name in new if name in MODULES for n in imported(name)} - known
-    assert {room_of(n) for n in ours(known)} <= {"_engine.policy", "errors", "_engine"}
+    assert {n for n in ours(known) if not n.startswith(POLICY)} <= {"llamapipe.errors"}
     assert not {n.split(".")[0] for n in known} & IMPURE
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of fields in docs/guides/server.md from the types of requests, the tables that the server uses.
+"""Write the tables of docs/reference/server.md from the types of requests, the tables that the server uses.
 
     python tools/field_tables.py
 
@@ -36,12 +36,12 @@ from llamapipe.server.ollama import (
     _Table,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "server.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"
 _WIDTH = 120
 _SAMPLING = "[sampling options](../sampling.md#all-options)"
 # The title of each table, its type, and the type whose fields another table has.
-_TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
+TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
     (f"Sampling: {_SAMPLING}, and these", Sampling, _Table),
     ("`/v1/chat/completions` and `/v1/completions`, besides those of sampling", Streamed, Sampling),
     ("`/v1/chat/completions` also", ChatRequest, Streamed),
@@ -65,19 +65,14 @@ _TABLES: tuple[tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None], ..
 
 def section() -> str:
     """The tables, as Markdown."""
-    parts = [_table(title, kind, base) for title, kind, base in _TABLES]
+    parts = [_table(title, kind, base) for title, kind, base in TABLES]
     shared = fates(CountRequest).keys() <= fates(MessagesRequest).keys()
     assert shared, "count_tokens has a field that messages do not have"
     return "\n".join(parts)
 
 
 def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | None) -> str:
-    known = {} if base is None else fates(base)
-    fields = [
-        (name, fate)
-        for name, fate in _all(kind)
-        if (root := name.partition(".")[0]) not in known or (name == root and known[name] != fate)
-    ]
+    fields = shown(kind, base)
     lines = [f"### {title}", ""]
     lines += _wrapped("Honoured", [f"`{name}`" for name, fate in fields if fate is None])
     unused = [_with_values(name, fate) for name, fate in fields if isinstance(fate, Unused)]
@@ -96,13 +91,28 @@ def _table(title: str, kind: type[msgspec.Struct], base: type[msgspec.Struct] | 
     return "\n".join(lines)
 
 
-def _all(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[str, Fate]]:
-    inner = {
-        name: struct for name, struct in inner_types(kind).items() if struct is not Options
-    }  # has a table
+def shown(kind: type[msgspec.Struct], base: type[msgspec.Struct] | None) -> list[tuple[str, Fate]]:
+    """The fields of a table: those of its type that no other table of the same route has."""
+    elsewhere = _declared_anew(kind)
+    if base is not None:
+        alike = {name for name, fate in fates(base).items() if fates(kind)[name] == fate}
+        elsewhere |= alike - _declared_anew(base)
+    return [(name, fate) for name, fate in all_fields(kind) if name.partition(".")[0] not in elsewhere]
+
+
+def _declared_anew(kind: type[msgspec.Struct]) -> set[str]:
+    """The fields that have another fate in a type of a table built on this one's: only those tables have them."""
+    built_on = [fates(other) for _, other, base in TABLES if base is kind and kind is not _Table]
+    return {name for name, fate in fates(kind).items() if any(other[name] != fate for other in built_on)}
+
+
+def all_fields(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[str, Fate]]:
+    """Every field of a type with its fate; of an object that is honoured, its fields."""
+    # Options has a table.
+    inner = {name: struct for name, struct in inner_types(kind).items() if struct is not Options}
     for name, fate in fates(kind).items():
         if name in inner and fate is None:
-            yield from _all(inner[name], f"{place}{name}.")
+            yield from all_fields(inner[name], f"{place}{name}.")
         else:
             yield f"{place}{name}", fate
 

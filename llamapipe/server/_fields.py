@@ -8,7 +8,7 @@ A field is honoured unless its annotation says otherwise::
         echo: Annotated[bool | None, Only(False)] = None         # refused with another value
 
 Null is accepted everywhere and means that the field is left out. A field that the type does not have is refused, unless
-it is null, or the type is a ``Lenient`` one. ``docs/guides/server.md`` has the same tables; a test compares them.
+it is null, or the type is a ``Lenient`` one. ``docs/reference/server.md`` has the same tables; a test compares them.
 """
 
 from __future__ import annotations

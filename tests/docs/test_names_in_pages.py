@@ -66,8 +66,3 @@ def test_names_exist(text: str) -> None:
     identifiers = {match[1] for name in named if (match := IDENTIFIER.fullmatch(name))}
     assert len(identifiers) > 5
     assert not identifiers - known
-
-
-def test_the_architecture_page_has_every_file_of_the_engine() -> None:
-    files = {path.name for path in (ROOT / "llamapipe" / "_engine").rglob("*.py")} - {"__init__.py"}
-    assert not {name for name in files if f"{name}`" not in architecture()}

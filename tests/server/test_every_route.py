@@ -18,7 +18,7 @@ from support.served import http_client
 import llamapipe as lp
 from llamapipe.server.application import OLLAMA_ROUTES, ROUTES
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "server.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "server.md"
 TURNS = [{"role": "user", "content": "Hello"}]
 ABOUT_A_MODEL = ("/props", "/slots", "/model_info", "/tokenizer_info", "/lora-adapters", "/timeline")
 # A request of each route that names a model in its body, without the name.

@@ -17,13 +17,13 @@ from openai.types.responses import response_create_params
 from llamapipe.server._anthropic import CountRequest, MessagesRequest
 from llamapipe.server._chat import ChatRequest
 from llamapipe.server._completions import CompletionRequest
-from llamapipe.server._fields import Only, Unused, as_taken, fates, unused
+from llamapipe.server._fields import Fate, Only, Unused, as_taken, fates, unused
 from llamapipe.server._responses import ResponsesRequest
 from llamapipe.server._tools import custom_input
 from llamapipe.server.errors import ApiError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from field_tables import PAGE, with_tables
+from field_tables import PAGE, TABLES, all_fields, shown, with_tables
 
 
 class Inner(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +43,26 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def test_the_page_has_the_tables_of_the_types() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == with_tables(text), "run: python tools/field_tables.py"
+
+
+BASES = {kind: base for _, kind, base in TABLES}
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BASES if kind not in BASES.values()], ids=lambda kind: kind.__name__
+)
+def test_the_tables_of_a_route_do_not_contradict_each_other(kind: type[msgspec.Struct]) -> None:
+    """Each field is in one of them, with the fate that it has in this route."""
+    table: type[msgspec.Struct] | None = kind
+    rows: list[tuple[str, Fate]] = []
+    while table in BASES:
+        base = BASES[table]
+        rows += shown(table, base)
+        table = base
+    # The options of sampling have a page.
+    other_page = {name for name, fate in (fates(table) if table else {}).items() if fates(kind)[name] == fate}
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == {name: fate for name, fate in all_fields(kind) if name not in other_page}
 
 
 @pytest.mark.parametrize(

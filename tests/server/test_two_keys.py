@@ -53,7 +53,8 @@ def served(kind: str, folder: Path) -> Iterator[Keys]:
             httpx.Client(base_url=base, timeout=PATIENCE_S, headers={"authorization": f"Bearer {key}"})
             for key in ("mine", "other")
         )
-        yield Keys(*map(stack.enter_context, clients), kind != "workers")
+        mine, others = map(stack.enter_context, clients)
+        yield Keys(mine, others, kind != "workers")
 
 
 @pytest.fixture(scope="module", params=["one model", "workers", "models"])

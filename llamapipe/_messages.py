@@ -389,6 +389,11 @@ def too_long(what: str, n_ctx: int, advice: str = "", room: int = 1) -> str:
 DROP_TURNS = 'set truncation="auto" to drop the oldest turns, '
 
 
+# What a program and what a command's operator does about a model without a projector.
+GIVE_PROJECTOR = "give Model(…, mmproj=FILE) the model's second file, if it has one"
+_START_WITH_PROJECTOR = "start with --mmproj FILE, the model's second file, if it has one"
+
+
 def with_flags(text: str, known: Container[str] | None = None) -> str:
     """Return an error's text in which advice about an engine's option also names the command-line flag.
 
@@ -403,6 +408,8 @@ def with_flags(text: str, known: Container[str] | None = None) -> str:
             else match[0]
         )
 
+    if known is None or "--mmproj" in known:
+        text = text.replace(GIVE_PROJECTOR, _START_WITH_PROJECTOR)
     advice = _ADVICE.search(text)
     return text if advice is None else text[: advice.end()] + _NAME.sub(named, text[advice.end() :])
 

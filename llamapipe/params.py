@@ -177,7 +177,7 @@ class SamplingParams:
         check_salt(self.cache_salt)
         if self.speculate not in (None, "off", "ngram", "draft"):
             raise ValueError(
-                f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram', 'draft' or None"
+                f"speculate is {quoted(self.speculate)}; it must be 'off', 'ngram' or 'draft', or left out"
             )
         for name in ("prediction", "reasoning_budget_message"):
             text = getattr(self, name)
@@ -289,7 +289,7 @@ def check_salt(value: object) -> str | None:
         raise TypeError(f"cache_salt must be a str or None, not {type(value).__name__}")
     if not 0 < len(value) <= _MOST_SALT:
         raise ValueError(
-            f"cache_salt has {len(value)} characters; it must have 1 to {_MOST_SALT}, or be None for the common cache"
+            f"cache_salt has {len(value)} characters; leave it out for the common cache, or give 1 to {_MOST_SALT}"
         )
     return value
 

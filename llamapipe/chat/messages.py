@@ -81,7 +81,7 @@ def _checked(index: int, message: object) -> Message:
 
 def _misspelt(field: str, fields: Mapping[str, Any]) -> str:
     """Return a hint for a message about a missing field: the given field that is probably a misspelling of it."""
-    wrong = next((key for key in fields if nearest(str(key), [field]) is not None), None)
+    wrong = next((key for key in fields if key != field and nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
 
@@ -105,9 +105,10 @@ def _text(place: str, content: Any) -> str:
             texts.append(part["refusal"])
             continue
         if kind not in _TEXT_PARTS:
+            what = "no type" if kind is None else f"the type {quoted(kind)}"
             hint = did_you_mean(str(kind), _TEXT_PARTS)
             raise InvalidRequestError(
-                f"{place}: part {i} of the content has the type {quoted(kind)}; only text is supported{hint}"
+                f"{place}: part {i} of the content has {what}; only text is supported{hint}"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(

@@ -76,8 +76,8 @@ class Proxy:
         yield f"{CLIENT}: {share}".encode("latin-1", "replace")
         if client.cache is not None:
             yield f"{CACHE}: {client.cache}".encode()
+        yield f"{OWNER}: {self.gate.owner_of(exchange)}".encode()
         if self.gate.store is not None:
-            yield f"{OWNER}: {self.gate.owner_of(exchange)}".encode()
             yield f"{ANSWER}: {scope.setdefault('llamapipe.answer', uuid.uuid4().hex)}".encode()
         if (inside := exchange.inside) is not None:
             yield f"{WORKER}: {inside.worker or ''}".encode()

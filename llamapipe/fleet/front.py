@@ -250,10 +250,11 @@ class Front(Gate):
         return Response(body, status, media_type="application/json")
 
     async def requests(self, exchange: Exchange) -> Response:
-        """``GET /requests``: requests to all models and those that reached none, the newest first."""
+        """``GET /requests``: the client's requests to all models and those that reached none, the newest first."""
         told = [*self.recent.entries(), *await self.pool.requests()]
         told.sort(key=lambda entry: -entry["ended_at"])
-        return JsonResponse({"object": "list", "data": told[: self.settings.keep_requests]})
+        last = told[: self.settings.keep_requests]
+        return JsonResponse({"object": "list", "data": self.own_requests(exchange, last)})
 
     async def reset_prefix_cache(self, exchange: Exchange) -> Response:
         """``POST /reset_prefix_cache``: resets the cache of the model in the query, or of all models. Loads nothing."""

@@ -20,7 +20,7 @@ from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError, wrong
+from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.server.json_bytes import event
 
 # Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
@@ -350,7 +350,7 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
         return PlacedPart(place, {"type": "image_url", "image_url": {"url": url}})
     if not isinstance(source, Mapping) or form != "base64":
         raise wrong(
-            place, "source", f"an image must have a source of the type 'base64' or 'url', not {quoted(form)}"
+            place, "source", f"an image must have a source of the type 'base64' or 'url', not {as_sent(form)}"
         )
     kind, data = _string(f"{place}.source", source, "media_type"), _string(f"{place}.source", source, "data")
     return PlacedPart(place, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
@@ -405,7 +405,7 @@ def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
         return f"{title}{_string(f'{place}.source', source, 'data')}\n"
     if isinstance(source, Mapping) and form == "content":
         return f"{title}{_text(f'{place}.source.content', source.get('content'))}\n"
-    raise wrong(place, "source", f"a document must hold text here, not the source {quoted(form)}")
+    raise wrong(place, "source", f"a document must hold text here, not a source of the type {as_sent(form)}")
 
 
 def _string(place: str, block: Mapping[str, Any], key: str) -> str:

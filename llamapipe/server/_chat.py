@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from starlette.responses import Response
 
+from llamapipe._messages import quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
@@ -164,6 +165,14 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
             "add_generation_prompt is false, so nothing says that the model is to answer: leave it out, give "
             "continue_final_message, or send what /apply-template answers to /v1/completions",
             "add_generation_prompt",
+        )
+    role = request.messages[-1].get("role") if request.messages else None
+    if request.continue_final_message and isinstance(role, str) and role != "assistant":
+        raise ApiError(
+            400,
+            f"continue_final_message is set, and the last message has the role {quoted(role)}: only an assistant "
+            "message can be continued",
+            "continue_final_message",
         )
     options = ChatOptions(
         tools.functions,

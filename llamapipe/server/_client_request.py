@@ -62,8 +62,8 @@ class Recent:
     def __repr__(self) -> str:
         return f"<Recent {len(self._kept)} of {self._kept.maxlen}>"
 
-    def add(self, request: ClientRequest, seconds: float) -> None:
-        """Note an answered request.
+    def add(self, request: ClientRequest, owner: str, seconds: float) -> None:
+        """Note an answered request. ``owner``: see ``Gate.owner_of``.
 
         Requests that ask the engine for nothing are left out, unless they were refused.
         """
@@ -72,6 +72,7 @@ class Recent:
         if not (times.was_computed or is_refused) or request.is_forwarded:
             return
         entry: dict[str, Any] = {
+            "owner": owner,
             "id": request.id,
             "path": request.path[:_MOST_OF_PATH],
             "status": status,
@@ -96,5 +97,5 @@ class Recent:
         self._kept.append(entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the kept requests, the newest first."""
+        """Return the kept requests, the newest first, with their owners; see ``Gate.own_requests``."""
         return list(reversed(self._kept))

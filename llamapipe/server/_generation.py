@@ -192,10 +192,12 @@ async def n_prompt_tokens(
     messages: Sequence[Mapping[str, Any]],
     tools: list[dict[str, Any]] | None,
     args: Mapping[str, Any],
+    field: str = "messages",
 ) -> int:
     """Count the tokens of a conversation's prompt, including its images and sounds.
 
-    Without media, the prompt need not fit the context. Raises ApiError and InvalidRequestError.
+    ``field``: the request's field that holds the conversation. Without media, the prompt need not fit the context.
+    Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
@@ -203,9 +205,10 @@ async def n_prompt_tokens(
         try:
             return len(await tokenize_chat(exchange.server, conversation, tools, True, args))
         except InvalidRequestError as e:
-            raise _as_sent(e, len(conversation) - len(messages)) from None
+            n_added = len(conversation) - len(messages)
+            raise about_conversation(e, messages, field, n_added) from None
     options = ChatOptions(tools=tools, template_args=args)
-    job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options)
+    job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options, field=field)
     return len(await job.tokens())
 
 
@@ -242,6 +245,8 @@ def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Se
 
 _SYSTEM_ROLES = ("system", "developer")
 _INDEX = re.compile(r"messages\[(\d+)\]")
+_ABOUT_MESSAGES = re.compile(r"messages(?:\[(\d+)\])?[: ]")
+_TOO_LONG = ("the conversation has ", "the prompt has ")  # how such errors begin
 
 
 def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
@@ -250,6 +255,31 @@ def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
         return error
     # Only the first: what follows may quote the client's text.
     return InvalidRequestError(_INDEX.sub(lambda m: f"messages[{int(m[1]) - n_added}]", str(error), count=1))
+
+
+def about_conversation(
+    error: InvalidRequestError,
+    messages: Sequence[Mapping[str, Any]],
+    field: str = "messages",
+    n_added: int = 0,
+) -> Exception:
+    """Return the engine's error about a conversation with the request's field that caused it; others unchanged.
+
+    ``messages``: those of the request, from ``field``. ``n_added``: see ``_as_sent``.
+    """
+    error = _as_sent(error, n_added)
+    placed = in_request(error, messages)
+    if placed is not error:
+        return placed
+    text = str(error)
+    if text.startswith(_TOO_LONG):
+        return ApiError(400, text, field, code_of(error))
+    match = _ABOUT_MESSAGES.match(text)
+    if match is None:
+        return error
+    # The items of an input are others than the messages made from them.
+    place = field if match[1] is None or field != "messages" else f"messages.{match[1]}"
+    return ApiError(400, text, place, code_of(error))
 
 
 def input_tokens(n: int) -> dict[str, Any]:
@@ -264,11 +294,12 @@ _ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # argume
 
 
 def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
-    """Return the template's arguments, with the effort in ``field``. Raises ApiError 400.
+    """Return the template's arguments, with the effort in ``field``. Raises ApiError 400, also for reserved arguments.
 
     "none" turns reasoning off, if the template can; other efforts are passed to it as ``reasoning_effort``.
     """
     args = dict(arguments or {})
+    check_template_args(args)
     if effort is None:
         return args
     if effort not in EFFORTS:
@@ -322,7 +353,7 @@ class ChatJob(Job[ChatDelta]):
     ``constraint_field``: the field of the request that holds the format of the answer, if any. ``before``: tokens that
     precede the prompt of a stream. ``grammars``: for each tool, the field of the request that holds its grammar.
     ``has_system``: the operator's system prompt applies, unless the conversation has one. ``spent_s``: how much of the
-    request's time is already used.
+    request's time is already used. ``field``: the request's field that holds the conversation.
     """
 
     def __init__(
@@ -338,11 +369,15 @@ class ChatJob(Job[ChatDelta]):
         has_system: bool = True,
         spent_s: float = 0.0,
         most_ms: int = 0,
+        field: str = "messages",
     ) -> None:
         total_choices(exchange.server, params.n)
         _refuse_paths(messages)
         if options.truncation == "error":
-            refuse_long_chat(exchange.server, messages)
+            try:
+                refuse_long_chat(exchange.server, messages)
+            except InvalidRequestError as e:
+                raise about_conversation(e, messages, field) from None
         timeout_s = exchange.server.settings.timeout_s
         left_s = None if timeout_s is None else max(timeout_s - spent_s, 0)
         super().__init__(exchange, params, params.n, left_s, is_empty, most_ms)
@@ -356,6 +391,7 @@ class ChatJob(Job[ChatDelta]):
         self._before = before
         self._constraint = constraint_field
         self._grammars = grammars or {}
+        self._field = field
 
     def __repr__(self) -> str:
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
@@ -464,10 +500,9 @@ class ChatJob(Job[ChatDelta]):
                 return ApiError(400, f"{field}: {str(error).removeprefix(named)}", field)
         if DROP_TURNS in str(error):
             instead = _DROP_TURNS.get(self._exchange.dialect, DROP_TURNS)
-            return ApiError(400, str(error).replace(DROP_TURNS, instead), code=TOO_LONG)
-        error = _as_sent(error, self._n_added)
-        placed = in_request(error, self._messages[self._n_added :])
-        return placed if placed is not error else with_field(error, self._constraint or "tools")
+            return ApiError(400, str(error).replace(DROP_TURNS, instead), self._field, TOO_LONG)
+        placed = about_conversation(error, self._messages[self._n_added :], self._field, self._n_added)
+        return placed if isinstance(placed, ApiError) else with_field(error, self._constraint or "tools")
 
 
 # How APIs without a field ``truncation`` say it.

@@ -29,7 +29,7 @@ from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualifi
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.server.endpoint import PING, SUBMITTED, EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import BUSY, ApiError, api_error, shutting_down, wrong
+from llamapipe.server.errors import BUSY, ApiError, api_error, as_sent, shutting_down, wrong
 from llamapipe.server.json_bytes import encode_json, typed_event
 from llamapipe.server.mcp import McpError
 from llamapipe.work.tenant import conversation
@@ -208,7 +208,7 @@ def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: To
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise wrong(
-                place, "role", f"the role is {quoted(role)}; it may be user, assistant, system or developer"
+                place, "role", f"the role is {as_sent(role)}; it may be user, assistant, system or developer"
             )
         if role == "assistant":
             _answer(messages)["content"] += _text(f"{place}.content", item.get("content"))
@@ -294,7 +294,7 @@ def _text(place: str, content: Any) -> str:
         if kind not in ("input_text", "output_text", "reasoning_text", "summary_text", "text"):
             raise ApiError(
                 400,
-                f"{place}.{i} has the type {quoted(kind)}; this server reads text only",
+                f"{place}.{i} has the type {as_sent(kind)}; this server reads text only",
                 f"{place}.{i}.type",
             )
         texts.append(_string(f"{place}.{i}", part, "text"))
@@ -349,9 +349,8 @@ async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Respons
     kept, items = await _opened(exchange, request, mcp, None)
     functions = None if tools.tool_choice == "none" else tools.functions
     messages = messages_of(request.instructions, items, tools, kept.earlier)
-    return JsonResponse(
-        input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
-    )
+    n = await n_prompt_tokens(exchange, messages, functions, _template_args(request), "input")
+    return JsonResponse(input_tokens(n))
 
 
 def _tools(exchange: Exchange, request: ResponsesRequest, mcp: McpTools) -> Tools:
@@ -423,7 +422,14 @@ def _job(
     )
     params = sampling.params(exchange.server, {"max_tokens": "max_output_tokens"}, **more)
     return ChatJob(
-        exchange, messages, params, options, "text.format", grammars=tools.grammars, spent_s=spent_s
+        exchange,
+        messages,
+        params,
+        options,
+        "text.format",
+        grammars=tools.grammars,
+        spent_s=spent_s,
+        field="input",
     )
 
 

@@ -30,7 +30,7 @@ from llamapipe.cache_file import opened
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server._sampling import slot_name
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, as_sent
 from llamapipe.server.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
 
@@ -59,7 +59,7 @@ async def slot_action(exchange: Exchange) -> Response:
     name = slot_name(name, "id")
     shown = int(name) if name.isdigit() else name
     if action not in _ACTIONS:
-        raise ApiError(400, f"action is {quoted(action)}; it must be one of {', '.join(_ACTIONS)}", "action")
+        raise ApiError(400, f"action is {as_sent(action)}; it must be one of {', '.join(_ACTIONS)}", "action")
     request = await exchange.decode(_decoder) if exchange.raw else SlotRequest()
     engine, began = exchange.server.engine, perf_counter()
     if action == "erase":
@@ -199,7 +199,7 @@ def _path(folder: Path, name: str | None) -> Path:
     if name is None or not _FILE.fullmatch(name):
         raise ApiError(
             400,
-            f"filename is {quoted(name)}; it must be a name of letters, digits, '.', '_' and '-', without a folder",
+            f"filename is {as_sent(name)}; it must be a name of letters, digits, '.', '_' and '-', without a folder",
             "filename",
         )
     return folder / name

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
+from llamapipe.errors import InvalidRequestError
 from llamapipe.server._generation import (
+    about_conversation,
     check_template_args,
     tokenize_chat,
     tokenized,
@@ -102,13 +104,16 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
         return JsonResponse(await _made(state, pieces, tokens))
     if request.messages is not None:
         check_functions(request.tools)
-        tokens = await tokenize_chat(
-            state,
-            request.messages,
-            request.tools,
-            request.add_generation_prompt,
-            request.chat_template_kwargs or {},
-        )
+        try:
+            tokens = await tokenize_chat(
+                state,
+                request.messages,
+                request.tools,
+                request.add_generation_prompt,
+                request.chat_template_kwargs or {},
+            )
+        except InvalidRequestError as e:
+            raise about_conversation(e, request.messages) from None
     else:
         assert request.prompt is not None
         tokens = await tokenized(state, request.prompt, request.add_special_tokens, request.parse_special)
@@ -139,7 +144,9 @@ async def detokenize(exchange: Exchange, request: DetokenizeRequest) -> Response
             state, partial(state.engine.model.vocab.detokenize, unparse_special=True), request.tokens
         )
     except ValueError as e:
-        raise ApiError(400, f"tokens: {e}", "tokens") from None
+        text = str(e)  # about the argument that Python's callers have
+        text = f"tokens{text.removeprefix('ids')}" if text.startswith("ids ") else f"tokens: {text}"
+        raise ApiError(400, text, "tokens") from None
     return JsonResponse({"content": text, "prompt": text})
 
 
@@ -173,16 +180,21 @@ async def apply_template(exchange: Exchange, request: TemplateRequest) -> Respon
     check_template_args(request.chat_template_kwargs or {})
     check_n_messages(exchange.server, request.messages, "messages")
     check_functions(request.tools)
-    refuse_long_chat(exchange.server, request.messages)
     args = await with_default_args(exchange.server, request.chat_template_kwargs)
+    messages = with_system(exchange.server, request.messages)
     render = partial(
         exchange.server.engine.model.render_chat,
-        with_system(exchange.server, request.messages),
+        messages,
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt,
         **args,
     )
-    prompt = await exchange.server.in_thread(render, size=size_of(request.messages))
+    try:
+        refuse_long_chat(exchange.server, request.messages)
+        prompt = await exchange.server.in_thread(render, size=size_of(request.messages))
+    except InvalidRequestError as e:
+        n_added = len(messages) - len(request.messages)
+        raise about_conversation(e, request.messages, n_added=n_added) from None
     return JsonResponse({"prompt": prompt})
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.chat.tools import check_n_tools
 from llamapipe.errors import InvalidRequestError
-from llamapipe.server.errors import ApiError, wrong
+from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.structured.regular import MOST_CHARACTERS, regular
 
 _HOSTED = ("web_search", "web_search_preview", "file_search", "computer", "computer_use", "computer_use_preview",
@@ -98,9 +98,10 @@ def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, 
             unused.append(name)
         else:
             hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
+            what = "no type" if kind is None else f"the type {quoted(kind)}"
             raise ApiError(
                 400,
-                f"{place} has the type {quoted(kind)}; it may be function, custom or namespace{hint}",
+                f"{place} has {what}; it may be function, custom or namespace{hint}",
                 "tools",
             )
     n_called = Counter(known.name for known, _, _ in listed)
@@ -225,7 +226,7 @@ def _check_types(place: str, function: Mapping[str, Any]) -> None:
     for key, (kind, needed) in _TYPES.items():
         value = function.get(key)
         if not isinstance(value, kind) and (value is not None or key == "name"):
-            raise ApiError(400, f"{place}.{key} must be {needed}, not {quoted(value)}", f"{place}.{key}")
+            raise ApiError(400, f"{place}.{key} must be {needed}, not {as_sent(value)}", f"{place}.{key}")
 
 
 class _Grammar(NamedTuple):
@@ -247,7 +248,9 @@ def _grammar(place: str, format_: Any) -> _Grammar | None:
         raise ApiError(400, f"{place} must be an object", place)
     kind = format_.get("type")
     if kind not in ("text", "grammar"):
-        raise ApiError(400, f"{place}.type is {quoted(kind)}; it may be 'text' or 'grammar'", f"{place}.type")
+        raise ApiError(
+            400, f"{place}.type is {as_sent(kind)}; it may be 'text' or 'grammar'", f"{place}.type"
+        )
     extra = format_.keys() - ({"type"} if kind == "text" else {"type", "grammar", "syntax", "definition"})
     if extra:
         raise wrong(place, min(extra), f"unknown key {quoted(min(extra))}")
@@ -314,7 +317,7 @@ def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -
         if mode not in ("auto", "required"):
             raise ApiError(
                 400,
-                f"tool_choice: mode is {quoted(mode)}; it may be 'auto' or 'required'",
+                f"tool_choice: mode is {as_sent(mode)}; it may be 'auto' or 'required'",
                 "tool_choice.mode",
             )
         listed = inner.get("tools") if isinstance(inner, Mapping) else None
@@ -338,7 +341,7 @@ def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -
     if kind not in ("function", "custom"):
         raise ApiError(
             400,
-            f"tool_choice has the type {quoted(kind)}; it may be 'function', 'custom' or 'allowed_tools'",
+            f"tool_choice has the type {as_sent(kind)}; it may be 'function', 'custom' or 'allowed_tools'",
             "tool_choice.type",
         )
     return _chosen(tool_choice, tools, _by_name(tools), is_flat)[0]

@@ -559,7 +559,8 @@ class Endpoint:
         exchange.route = self.path
         gate = exchange.gate
         try:
-            exchange.key = gate.check(exchange) if self.has_key else None
+            if self.has_key:
+                gate.check(exchange)
             exchange.raw = await exchange.body()
             with gate.admitted(exchange, self.has_key):  # it counts from here: slow bodies keep nobody out
                 await self._run(exchange)

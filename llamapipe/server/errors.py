@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Container, Mapping
 from typing import Any, Literal
 
-from llamapipe._messages import with_flags
+from llamapipe._messages import quoted, with_flags
 from llamapipe.errors import (
     ConstraintError,
     ContextFullError,
@@ -123,6 +123,11 @@ def shutting_down() -> ApiError:
 def wrong(place: str, key: str, problem: str) -> ApiError:
     """Return error 400 for a field of the object at ``place`` in the request."""
     return ApiError(400, f"{place}: {problem}", f"{place}.{key}")
+
+
+def as_sent(value: object) -> str:
+    """Return a value of a request's JSON for a message, as ``quoted`` does; a field that is missing is null."""
+    return "null" if value is None else quoted(value)
 
 
 def no_model(message: str, param: str = "model") -> ApiError:

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ _TRIM_BYTES = 2**20
 _SMALL_BYTES = 2**16  # so large bodies come all the time
 # From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
-# Also from there: the owner of stored answers, and the id of this one.
+# Also from there: the owner of the request and of what it stores, and the id of a stored answer.
 OWNER, ANSWER = "x-llamapipe-owner", "x-llamapipe-answer"
 # And what ``Inside`` has of a request that the front process made itself.
 WORKER, PRIORITY = "x-llamapipe-run-by", "x-llamapipe-priority"
@@ -108,16 +108,14 @@ class Gate:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} n_requests={self.n_requests}{' draining' if self.draining else ''}>"
 
-    def check(self, request: ClientRequest) -> bytes | None:
-        """Check a request before its body is read. Returns the digest of its key, None without keys."""
+    def check(self, request: ClientRequest) -> None:
+        """Check a request before its body is read, and set its ``key``. Raises ApiError."""
         inside = request.inside
-        key = self._check_key(request) if inside is None else inside.key
+        request.key = self._check_key(request) if inside is None else inside.key
         if self.draining:
             raise shutting_down()
-        if inside is not None:
-            return key
-        self._check_room()
-        return key
+        if inside is None:
+            self._check_room()
 
     def _check_room(self) -> None:
         if self.n_requests >= self.settings.max_requests:
@@ -168,11 +166,20 @@ class Gate:
         return request.inside or _OF_CLIENT
 
     def owner_of(self, request: ClientRequest) -> str:
-        """Return the owner of this request's stored answers: its key, or everybody if there are no keys."""
+        """Return the owner of this request and of what it stores: its key, or everybody if there are no keys."""
         if self.is_behind_front:
             return request.headers.get(OWNER, "")
         # The file does not tell the key, nor the digest that is compared.
         return "" if request.key is None else _owner(request.key)
+
+    def own_requests(self, request: ClientRequest, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what a client may see of the entries of ``GET /requests``: its key's, if there are several keys."""
+        owner = self.owner_of(request) if len(self._keys) > 1 else None
+        return [
+            {name: value for name, value in entry.items() if name != "owner"}
+            for entry in entries
+            if owner is None or entry["owner"] == owner
+        ]
 
     def key_of(self, owner: str) -> bytes | None:
         """Return the digest of an owner's key; None without keys.
@@ -250,7 +257,7 @@ class Gate:
         times = request.times
         seconds = perf_counter() - times.arrived_at
         self.metrics.answered(request, seconds)
-        self.recent.add(request, seconds)
+        self.recent.add(request, self.owner_of(request), seconds)
         if self.background is not None and request.is_forwarded and request.route == "/v1/responses":
             self.background.wake()  # the process of a model may have been given an answer for later
         is_quiet = request.is_forwarded or (request.status < 400 and request.path in _POLLED)

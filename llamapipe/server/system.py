@@ -68,13 +68,13 @@ async def metrics(exchange: Exchange) -> Response:
 
 
 async def requests(exchange: Exchange) -> Response:
-    """``GET /requests``: where the time of all workers' most recent requests went, the newest first."""
+    """``GET /requests``: where the time of the client's most recent requests to all workers went, the newest first."""
     state = exchange.server
     if state.worker is None or state.is_behind_front:
         entries = state.recent.entries()
     else:
         entries = await state.worker.requests()
-    return JsonResponse({"object": "list", "data": entries})
+    return JsonResponse({"object": "list", "data": state.own_requests(exchange, entries)})
 
 
 async def openapi(exchange: Exchange) -> Response:

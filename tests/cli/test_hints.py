@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamapipe._messages import ON_COMMAND_LINE, with_flags
+from llamapipe._messages import GIVE_PROJECTOR, ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
 from llamapipe.cli.options import ENGINE, MODEL, read_options
 
@@ -106,6 +106,8 @@ def test_errors_name_the_options_that_the_command_line_has() -> None:
         ("give one with chat_template, as text", "give one with chat_template (--chat-template), as text"),
         ("give chat_template_kwargs, or image_max_tokens",
          "give chat_template_kwargs, or image_max_tokens (--image-max-tokens)"),
+        (f"x.gguf has no projector: {GIVE_PROJECTOR}",
+         "x.gguf has no projector: start with --mmproj FILE, the model's second file, if it has one"),
         *((text, text) for text in ("n_ctx is 9: shorten it, or set truncate to cut it", "unknown field 'n_ctx'",
                                     "raise 'n_ctx' or type_k='f16' or max_tokens or my_n_ctx", "raise")),
     ],

@@ -1,4 +1,4 @@
-"""The architecture page and the recipes of CONTRIBUTING.md name files and things that exist."""
+"""The architecture page, the recipes of CONTRIBUTING.md and the guides name files, things and options that exist."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from llamapipe.cli import _parser
+
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"`([^`\n]+)`")
 IDENTIFIER = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:\(\))?(?:=[\w\"]*)?")
 SUFFIXES = (".py", ".h", ".hpp", ".cpp", ".md", ".json", ".in")
+OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
+# Options of other programs that the pages name: of builders, containers, Dynamo, benchmarks.
+OTHERS = set(
+    "--apply_chat_template --backend --batch_size --build-arg --config-settings --cpus --discovery-backend --format "
+    "--hidden-import --http-host --isolation --served-model-name --tokenizer-dir --use_cache --workload".split()
+)
 COMMANDS = ("nox ", "python ", "llamapipe ", "pip ", "-")
 
 
@@ -66,3 +74,20 @@ def test_names_exist(text: str) -> None:
     identifiers = {match[1] for name in named if (match := IDENTIFIER.fullmatch(name))}
     assert len(identifiers) > 5
     assert not identifiers - known
+
+
+def test_options_exist() -> None:
+    """Pages for those who come from other programs name options of those; ``test_coming_from`` has them."""
+    commands = [action.choices for action in _parser()._actions if isinstance(action.choices, dict)]
+    options = {
+        name for parsers in commands for parser in parsers.values() for name in parser._option_string_actions
+    }
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"]
+    named: dict[str, str] = {}
+    for page in pages:
+        if page.parent.name != "coming-from":
+            code = CODE.findall(page.read_text(encoding="utf-8"))
+            named |= {option: page.name for text in code if text[0] == "-" for option in OPTION.findall(text)}
+    assert len(named) > 50
+    assert {option: page for option, page in named.items() if option not in options | OTHERS} == {}
+    assert named.keys() >= OTHERS

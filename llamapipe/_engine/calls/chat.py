@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from llamapipe._engine.calls.prompts import CheckedPrompt, RequestBuilder, with_prompt_index
 from llamapipe._engine.policy.core import Span
-from llamapipe._messages import DROP_TURNS, quoted, too_long
+from llamapipe._messages import DROP_TURNS, GIVE_PROJECTOR, quoted, too_long
 from llamapipe._sampling_table import CONSTRAINTS
 from llamapipe.arguments import check_choice, check_flag, from_column
 from llamapipe.chat.deltas import DeltaParser
@@ -299,7 +299,7 @@ class ChatBuilder:
         if projector is None:
             raise InvalidRequestError(
                 f"{first[0]} has the type {quoted(first[1])}; only text is supported, because {self._model.path.name} "
-                f"{self._model.no_projector}: give Model(…, mmproj=FILE) the model's second file, if it has one"
+                f"{self._model.no_projector}: {GIVE_PROJECTOR}"
             )
         messages, mark, parts = taken_media(messages)
         owner = repr(cache_key(salt)).encode()

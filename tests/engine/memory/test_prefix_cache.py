@@ -275,7 +275,11 @@ class TestSalts:
     @pytest.mark.parametrize(
         ("salt", "error", "match"),
         [
-            ("", ValueError, r"^cache_salt has 0 characters; it must have 1 to 1024, or be None"),
+            (
+                "",
+                ValueError,
+                r"^cache_salt has 0 characters; leave it out for the common cache, or give 1 to 1024",
+            ),
             ("x" * 1025, ValueError, "^cache_salt has 1025 characters"),
             (7, TypeError, "^cache_salt must be a str or None, not int$"),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.server._fields import Only, Unused
+from llamapipe.server._fields import Only, Unused, unused
 from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
 from llamapipe.server._job import counted, encoded
 from llamapipe.server._limits import check_n_messages
@@ -90,10 +91,16 @@ class ClientTool(msgspec.Struct, kw_only=True):
             )
         if self.name is None:
             raise ApiError(400, "tools: a tool needs a name", "tools")
+        if self.input_schema is None:  # or it has a name of another API, such as parameters
+            raise ApiError(
+                400,
+                f'the tool {quoted(self.name)} has no input_schema; one without arguments has {{"type": "object"}}',
+                "tools",
+            )
         function: dict[str, Any] = {
             "name": self.name,
             "description": self.description or "",
-            "parameters": self.input_schema or {},
+            "parameters": self.input_schema,
         }
         if self.strict:
             function["strict"] = True
@@ -123,9 +130,10 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_id: Annotated[str | None, Unused()] = None
 
     def unused(self) -> tuple[str, ...]:
-        """Return the tools that the model does not see, for the header."""
-        names = dict.fromkeys(tool.hosted for tool in self.tools or ())
-        return tuple(f"tools.{name}" for name in names if name is not None)
+        """Return the tools that the model does not see, and the fields of others without effect, for the header."""
+        tools = self.tools or ()
+        names = [(tool.hosted,) if tool.hosted is not None else unused(tool) for tool in tools]
+        return tuple(dict.fromkeys(f"tools.{name}" for name in chain.from_iterable(names)))
 
     def functions(self) -> list[dict[str, Any]] | None:
         """Return the tools in OpenAI's form. Raises ApiError 400."""

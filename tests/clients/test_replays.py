@@ -616,7 +616,7 @@ def test_claude_code(tmp_path: Path) -> None:
         }
         answer = client.post("/v1/messages?beta=true", json=request)
         assert answer.status_code == 200, answer.text
-        assert answer.headers[UNUSED] == "context_management, metadata, tools.web_search"
+        assert answer.headers[UNUSED] == "context_management, metadata, tools.cache_control, tools.web_search"
         (block,) = answer.json()["content"]
         assert (block["name"], block["input"]) == ("Bash", {"cmd": "ls"})
         count = {key: request[key] for key in ("model", "messages", "system", "tools")}

@@ -184,6 +184,15 @@ def test_what_only_an_answer_depends_on_is_ignored_by_the_count(client: anthropi
     assert answer.headers["x-llamapipe-unused"] == "max_tokens, stream, temperature"
 
 
+def test_fields_of_tools_without_effect_are_named(client: anthropic.Anthropic) -> None:
+    tool = {"name": "get_weather", "input_schema": {"type": "object"}, "defer_loading": True}
+    cached = {"name": "get_time", "input_schema": {}, "cache_control": {"type": "ephemeral"}}
+    answer = client.messages.with_raw_response.count_tokens(
+        model="demo", messages=HELLO, extra_body={"tools": [tool, tool | cached]}
+    )
+    assert answer.headers["x-llamapipe-unused"] == "tools.defer_loading, tools.cache_control"
+
+
 @pytest.mark.parametrize("arguments", [None, [], "x", {"city": "Par"}, '{"city": "Par'])
 def test_the_input_of_a_call_may_be_anything(client: anthropic.Anthropic, arguments: Any) -> None:
     call = {"type": "tool_use", "id": "1", "name": "get_weather", "input": arguments}
@@ -218,6 +227,7 @@ def test_a_prompt_that_is_too_long_is_told_as_agents_read_it(client: anthropic.A
         {"tools": [{"type": "web_serch_20250305", "name": "web_search"}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
         {"tools": [TOOL]},
+        {"tools": [{"name": "get_weather", "parameters": {"type": "object"}}]},
         {"tool_choice": {"type": "any"}},
         {"temperature": -1},
         {"unknown": 1},

@@ -632,7 +632,8 @@ class Context(Owner):
         """Forget all sequences."""
         self.claim()
         lib = self._native.lib
-        lib.lp_context_memory(self.handle, lib.LP_CLEAR, 0, 0, 0, -1)
+        if lib.lp_context_memory(self.handle, lib.LP_CLEAR, 0, 0, 0, -1) < 0:
+            raise DecodeError(f"clearing the context failed ({last_error(self._native)})")
 
     # ---- lifetime
     @property

@@ -118,8 +118,8 @@ class EmbeddingContext(NotCopyable):
         positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         seq_ids = np.repeat(np.arange(len(texts), dtype=np.int32), lengths)
         outputs = np.ones(n, np.int8)
-        if self._has_memory:
-            lib.lp_context_memory(self._handle, lib.LP_CLEAR, 0, 0, -1, -1)
+        if self._has_memory and lib.lp_context_memory(self._handle, lib.LP_CLEAR, 0, 0, -1, -1) < 0:
+            raise BackendError(f"clearing the context failed ({last_error(self._native)})")
         code = lib.lp_decode(
             self._handle,
             n,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamapipe.arguments import check_flag, check_int
-from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.llama.batch import DecodeBatch, check_batch
 from llamapipe.llama.context import Context
@@ -116,8 +116,10 @@ class PipelineMemory:
         )
         if code == native.lib.LP_ERROR_POSITIONS:
             raise InvalidRequestError(last_error(native))
-        if code < 0:
+        if code == native.lib.LP_ERROR_CLOSED:
             raise EngineClosedError(last_error(native))
+        if code < 0:
+            raise DecodeError(f"changing the cells of sequence {seq_id} failed ({last_error(native)})")
 
 
 _MAX_DEPTH = 64

@@ -397,7 +397,8 @@ class StepExecutor:
 
     def _clear(self, seq_id: int) -> None:
         lib = self._native.lib
-        lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0)
+        if lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, 0, -1, 0) < 0:
+            raise RuntimeError(f"clearing sequence {seq_id} failed: {last_error(self._native)}")
         self._set_grids(seq_id, ())
 
     def _set_grids(self, seq_id: int, grids: Grids) -> None:

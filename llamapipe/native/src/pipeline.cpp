@@ -263,10 +263,16 @@ int Pipeline::memory(const MemoryOp &op) {
         set_error("the pipeline is closed");
         return LP_ERROR_CLOSED;
     }
-    if (!positions_.apply(op)) {
-        return LP_ERROR_POSITIONS;
+    queue_.push_back({ nullptr, op });  // first, as in `submit`
+    try {
+        if (!positions_.apply(op)) {
+            queue_.pop_back();
+            return LP_ERROR_POSITIONS;
+        }
+    } catch (...) {
+        queue_.pop_back();
+        throw;
     }
-    queue_.push_back({ nullptr, op });
     work_.notify_one();
     return 1;
 }

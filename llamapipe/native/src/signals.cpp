@@ -45,7 +45,7 @@ void SignalWatch::forward(siginfo_t *info, void *context) const noexcept {
         previous_.sa_sigaction(number_, info, context);
     } else if (previous_.sa_handler != SIG_DFL && previous_.sa_handler != SIG_IGN) {
         previous_.sa_handler(number_);
-    } else {
+    } else if (previous_.sa_handler != SIG_IGN || info->si_code > 0) {
         signal(number_, SIG_DFL);
         // A fault's instruction runs again and ends the process, as without this handler; a signal that was sent does not.
         if (info->si_code <= 0) {

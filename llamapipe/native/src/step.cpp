@@ -351,6 +351,7 @@ bool SequencePositions::append(const Step &step) {
         const size_t s = step.seq_ids[i];
         if (next[s] < 0) {
             next[s] = ranges_[s].next();
+            ranges_[s].make_room();
         }
         const int64_t position = step.positions[i];
         if (!follows(step, i, next[s])) {

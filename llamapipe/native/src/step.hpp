@@ -161,6 +161,8 @@ public:
     void copy(const PositionRanges &from, int64_t p0, int64_t p1, bool replaces);
     // Adds `delta` to the positions in [p0, p1); those that become negative are removed.
     void shift(int64_t p0, int64_t p1, int64_t delta);
+    // For what a step adds, so that `append` cannot fail: it may begin after a gap, and an image leaves another one.
+    void make_room() { ranges_.reserve(ranges_.size() + 2); }
     // All positions from `first` to before `end`.
     void set(int64_t first, int64_t end);
 

@@ -48,13 +48,15 @@ def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
     if MARK in after or not before:
         raise SystemExit("The model's chat template does not show where a user's message begins.")
     first = model.tokenize(before, add_special=True, parse_special=True)
-    with lp.Engine(model, n_ctx=512, n_seq_max=16, n_threads=n_threads) as engine:
+    with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads) as engine:
         each = [
             lp.SamplingParams(temperature=1.0, top_p=0.95, max_tokens=96, seed=seed * n_texts + i)
             for i in range(n_texts)
         ]
         asked = engine.generate([first] * n_texts, each, progress=False)
         questions = sorted({result.text.strip() for result in asked if result.finish_reason == "stop"} - {""})
+        if not questions:
+            raise SystemExit("The model ends no question; its chat template may have no token after one.")
         random.Random(seed).shuffle(questions)
         prompts = [model.tokenize_chat([{"role": "user", "content": text}]) for text in questions]
         # Half of the answers are greedy: drafts are for both.
@@ -214,8 +216,9 @@ def train(
     save: Callable[[], None],
 ) -> None:
     """Trains until all epochs or the minutes are over. Every sixteenth text tells how good it is."""
-    held_out = list(range(0, len(texts.tokens), 16))
-    order = sorted(set(range(len(texts.tokens))) - set(held_out), key=lambda i: len(texts.tokens[i]))
+    by_length = sorted(range(len(texts.tokens)), key=lambda i: len(texts.tokens[i]))
+    held_out = [i for i in by_length if i % 16 == 0]
+    order = [i for i in by_length if i % 16]
     optimizer = torch.optim.AdamW(draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     n_each, began, rng, step = 8, time.monotonic(), random.Random(1), 0
     groups = [order[i : i + n_each] for i in range(0, len(order), n_each)]

@@ -59,7 +59,7 @@ def _checked(index: int, message: object) -> Message:
         )
     fields: Message = plain(place, dict(message))
     role = fields.get("role")
-    if "role" not in fields:
+    if role is None:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', fields)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
@@ -99,7 +99,11 @@ def _text(place: str, content: Any) -> str:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict):
+            raise InvalidRequestError(
+                f"{place}: part {i} of the content is neither text nor an object with a type"
+            )
+        kind = part.get("type")
         # What a hosted model answers instead of text.
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])

@@ -492,7 +492,9 @@ def _parameters(name: str, parameters: Any) -> dict[str, Any]:
         schema: dict[str, Any] = json.loads(schema_text(parameters))
     except InvalidRequestError as e:
         raise InvalidRequestError(f"tool {quoted(name)}: {e}") from None
-    if schema.setdefault("type", "object") != "object":
+    if schema.get("type") is None:
+        schema["type"] = "object"
+    if schema["type"] != "object":
         raise InvalidRequestError(
             f"tool {quoted(name)}: the type of parameters is {quoted(schema['type'])}; it must be 'object'"
         )

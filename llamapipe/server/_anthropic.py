@@ -304,7 +304,7 @@ def _converted(place: str, message: Mapping[str, Any]) -> list[Message]:
     if extra:
         raise wrong(place, min(extra), f"unknown field {quoted(min(extra))}")
     if role not in ("user", "assistant", "system"):
-        raise wrong(place, "role", f"the role is {quoted(role)}; it may be 'user' or 'assistant'")
+        raise wrong(place, "role", f"the role is {as_sent(role)}; it may be 'user' or 'assistant'")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):

@@ -232,7 +232,7 @@ def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: To
     elif kind == "item_reference":
         raise ApiError(
             404,
-            f"{place}: the item {quoted(item.get('id'))} is not here: this server stores no answers (llamapipe serve "
+            f"{place}: the item {as_sent(item.get('id'))} is not here: this server stores no answers (llamapipe serve "
             "--store FILE does); send the item itself (clients do with store: false)",
             f"{place}.id",
             "not_found",

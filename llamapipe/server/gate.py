@@ -173,12 +173,16 @@ class Gate:
         return "" if request.key is None else _owner(request.key)
 
     def own_requests(self, request: ClientRequest, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what a client may see of the entries of ``GET /requests``: its key's, if there are several keys."""
-        owner = self.owner_of(request) if len(self._keys) > 1 else None
+        """Return what a client may see of the entries of ``GET /requests``: with keys, its own key's.
+
+        Requests that were refused before their key was checked are shown if there is only one key.
+        """
+        owner = self.owner_of(request) if self._keys else None
+        seen = (owner,) if len(self._keys) > 1 else (owner, "")
         return [
             {name: value for name, value in entry.items() if name != "owner"}
             for entry in entries
-            if owner is None or entry["owner"] == owner
+            if owner is None or entry["owner"] in seen
         ]
 
     def key_of(self, owner: str) -> bytes | None:

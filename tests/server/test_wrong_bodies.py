@@ -37,6 +37,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
             ({"messages": [*turns("a")["messages"], {"content": "a"}]}, "messages.1"),
             (turns("a", "usr"), "messages.0"),
             (turns("a", 5), "messages.0"),
+            (turns("a", None), "messages.0"),
+            (turns([None]), "messages.0.content.0"),
+            (turns([5]), "messages.0.content.0"),
             (turns(5), "messages.0"),
             (turns([{}]), "messages.0.content.0"),
             (turns([{"type": "text", "text": None}]), "messages.0.content.0"),
@@ -76,6 +79,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("/v1/messages", {**turns([{"type": "document"}]), "max_tokens": 1}, "messages.0.content.0: a document"),
     ("/v1/messages", {**turns(LONG), "max_tokens": 1}, "prompt is too long"),
+    ("/v1/messages", {**turns("a", None), "max_tokens": 1}, "messages.0: the role is null"),
     ("/api/chat", {"messages": [{"content": "a"}]}, "messages[0] has no role"),
     (
         "/api/chat",

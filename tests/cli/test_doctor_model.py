@@ -168,16 +168,14 @@ class TestFacts:
         facts = look_at(eagle3_draft(tmp_path / "draft.gguf", target))
         assert facts["drafts_for_layers"] == [1, 2, 3]
         words = words_of(facts)
-        assert words["use"].ok and words["use"].detail.startswith(
-            "an EAGLE-3 draft: it guesses what the model"
-        )
+        assert words["use"].ok and words["use"].detail.startswith("an EAGLE-3 draft: it drafts for the model")
         assert "serve it with" not in words and "memory" not in words
         assert words["KV cells"].detail.startswith("512 bytes for each token")
 
     def test_a_dflash_file(self, tmp_path: Path) -> None:
         target = eagle3_target(tmp_path / "model.gguf")
         words = words_of(look_at(dflash_draft(tmp_path / "draft.gguf", target, None)))
-        assert words["use"].ok and words["use"].detail.startswith("a DFlash draft: it guesses what the model")
+        assert words["use"].ok and words["use"].detail.startswith("a DFlash draft: it drafts for the model")
         # Two layers have two heads of 32 keys and values, in 16 bits.
         assert words["KV cells"].detail.startswith("512 bytes for each token")
         words = words_of(look_at(dflash_draft(tmp_path / "large.gguf", target, None, block=100)))
@@ -186,7 +184,9 @@ class TestFacts:
     def test_an_assistant(self, tmp_path: Path) -> None:
         """It has no cells, and is no MTP layer."""
         words = words_of(look_at(assistant(tmp_path / "a.gguf", assistant_target(tmp_path / "model.gguf"))))
-        assert words["use"].ok and words["use"].detail.startswith("a Gemma 4 assistant: it guesses what the")
+        assert words["use"].ok and words["use"].detail.startswith(
+            "a Gemma 4 assistant: it drafts for the model"
+        )
         assert all(finding.ok for finding in words.values())
         assert words.keys().isdisjoint({"MTP", "KV cells", "KV cache", "memory", "serve it with"})
 

@@ -188,7 +188,7 @@ class TestCommandLine:
         options = worker_options(parser().parse_args(["--lora", f"letters={file}", "--n-ctx", "64"]))
         with ExitStack() as undo:
             assert [adapter.name for adapter in options.open_engine(undo).adapters] == ["letters"]
-        with pytest.raises(UsageError, match="'story' is the name of the model, too"):
+        with pytest.raises(UsageError, match="'story' is also the name of the model"):
             worker_options(parser().parse_args(["--served-model-name", "story", "--lora", f"story={file}"]))
 
     def test_workers_of_a_model_share_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ def test_the_text_of_a_sound(url: str, engine: lp.Engine) -> None:
     [
         ({}, "file is missing or empty"),
         ({"file": b""}, "file is missing or empty"),
-        ({"file": b"no sound"}, "of an unknown format, and WAV files are read"),
-        ({"file": b"ID3\x04"}, "is MP3, and WAV files are read: convert it, for example with ffmpeg"),
+        ({"file": b"no sound"}, "of an unknown format, and only WAV files are read"),
+        ({"file": b"ID3\x04"}, "is MP3, and only WAV files are read: convert it, for example with ffmpeg"),
         ({"file": b"\xff\xfb\x90d"}, "is MP3 or AAC"),
         ({"file": b"\0\0\0 ftypM4A "}, "is MP4 or M4A"),
         ({"file": b"\x1aE\xdf\xa3\x9f"}, "is WebM or Matroska"),

@@ -46,6 +46,7 @@ MOST_GUESSED = 24  # tokens of a request in a step
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
 _FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than those before
 _N_FIRST = 3  # steps of a number that count as much as faster ones
+_FRESH = 2  # steps after which a time that is not measured follows those that are
 _KEPT = 0.75  # weight of what was seen before of steps of several passes
 _FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
 _LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
@@ -136,12 +137,17 @@ class StepTimes:
     The first step with a number of tokens may be slow because its graph is new. So it counts half, and so do the next
     two. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time of that
     one.
+
+    A processor may be half as fast for seconds. Times that were not measured meanwhile keep their ratio to those that
+    were: otherwise a number that was measured while it was slow would look slow for good, because nobody tries it.
     """
 
     def __init__(self, least_part: float = _LEAST_PART) -> None:
         self._least_part = least_part
         self._n_seen: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
+        self._seen_at: dict[int, int] = {}  # in observed steps
+        self._n_steps = 0
         self._ns: list[int] = []  # sorted keys
 
     def __repr__(self) -> str:
@@ -161,6 +167,23 @@ class StepTimes:
             weight = _FASTER if seconds < before or self._n_seen[n] < _N_FIRST else _SLOWER
             self._seconds[n] = before + weight * (seconds - before)
             self._n_seen[n] += 1
+            if len(self._ns) > 1:
+                self._rescale(n, self._seconds[n] / before)
+        self._n_steps += 1
+        self._seen_at[n] = self._n_steps
+
+    def _rescale(self, n: int, ratio: float) -> None:
+        """Multiply the times that follow the one of ``n``: each old one follows the next smaller new one, if any."""
+        oldest = self._n_steps - _FRESH
+        at = bisect_left(self._ns, n)
+        for m in self._ns[at + 1 :]:
+            if self._seen_at[m] > oldest:
+                break
+            self._seconds[m] *= ratio
+        smaller = self._ns[:at]
+        if all(self._seen_at[m] <= oldest for m in smaller):
+            for m in smaller:
+                self._seconds[m] *= ratio
 
     def of(self, n: float) -> float:
         """Return the expected seconds of a step with ``n`` tokens; 0 if nothing is known."""

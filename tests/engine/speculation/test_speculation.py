@@ -568,6 +568,21 @@ def test_the_first_step_of_a_number_counts_half() -> None:
     assert times.of(2) == pytest.approx(0.012)
 
 
+def test_times_that_are_not_measured_follow_those_that_are() -> None:
+    """A processor becomes slower and faster while only steps of one token are measured, or only those of two."""
+    times = StepTimes()
+    for _ in range(60):
+        for n, seconds in ((1, 0.007), (2, 0.008), (8, 0.02)):
+            times.observe(n, seconds)
+    for n, seconds in ((1, 0.007), (2, 0.008)):
+        for speed in (1.0, 2.0, 1.0):
+            for _ in range(60):
+                times.observe(n, seconds * speed)
+            assert times.of(1) == pytest.approx(0.007 * speed, rel=0.05)
+            assert times.of(2) == pytest.approx(0.008 * speed, rel=0.05)
+            assert times.of(8) == pytest.approx(0.02 * speed, rel=0.05)
+
+
 @pytest.mark.parametrize("way", ["seeded", "schema", "GBNF", "logprobs"])
 def test_guesses_in_micro_batches_change_no_text(
     eager: None, make_engine: MakeEngine, demo: lp.Model, way: str

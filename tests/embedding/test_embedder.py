@@ -182,6 +182,7 @@ class TestCallers:
         long = EmbedCall([[2, 5, 6, 3]] * 5000, others.put, lambda _: begun.set())
         with lp.Model(file_and_bert[0]) as model:
             worker = Worker(EmbeddingContext(model))
+            worker.start()
             worker.submit(long)
             begun.wait()
             worker.submit(EmbedCall([[2, 5, 3]], answers.put))
@@ -237,6 +238,7 @@ class TestEnds:
         call = EmbedCall([[2, 5, 6, 3]] * 3000, answers.put, lambda _: begun.set())
         with lp.Model(file_and_bert[0]) as model:
             worker = Worker(EmbeddingContext(model))
+            worker.start()
             worker.submit(call)
             begun.wait()
             worker.close(drain)

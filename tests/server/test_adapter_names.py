@@ -301,7 +301,7 @@ def test_a_command_applies_adapters(tmp_path: Path, engine: lp.Engine, files: li
     assert process.stdout.strip() == expected.strip() != text(engine, "a").strip()
     for arguments, message in (
         (["--lora", "x"], "must be NAME=FILE"),
-        (["--lora", f"x={files[0]}", "--lora", f"x={files[1]}"], "has an adapter 'x' already"),
+        (["--lora", f"x={files[0]}", "--lora", f"x={files[1]}"], "already has an adapter 'x'"),
         (["--lora", f"x={lp.demo_model_path()}"], "it is a model"),
     ):
         wrong = run(*arguments)

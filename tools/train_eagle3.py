@@ -1,7 +1,7 @@
 """Trains an EAGLE-3 draft for a model, on text that the model itself writes.
 
-Needs `pip install torch==2.13.0 gguf` (the CPU build is enough), llamapipe installed or built, and about two hours on one
-core for a model of 135M weights:
+Needs `pip install torch==2.13.0 gguf` (the CPU build is enough), llamapipe installed or built, and for a model of 135M
+weights about two hours on one core:
 
     python tools/train_eagle3.py MODEL.gguf --out draft.gguf --work folder
 

@@ -502,7 +502,9 @@ class ChatJob(Job[ChatDelta]):
             instead = _DROP_TURNS.get(self._exchange.dialect, DROP_TURNS)
             return ApiError(400, str(error).replace(DROP_TURNS, instead), self._field, TOO_LONG)
         placed = about_conversation(error, self._messages[self._n_added :], self._field, self._n_added)
-        return placed if isinstance(placed, ApiError) else with_field(placed, self._constraint or "tools")
+        if not isinstance(placed, InvalidRequestError):
+            return placed
+        return with_field(placed, self._constraint or "tools")
 
 
 # How APIs without a field ``truncation`` say it.

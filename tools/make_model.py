@@ -344,7 +344,7 @@ def _weights_of(
 
 # Where a model writes the next token of its vocabulary: what makes it do so, and layers whose effect must be small.
 _ROTATED = re.compile(r"^(token_embd|output)\.weight$|nextn\.eh_proj\.")
-_SMALL, _SMALL_GAIN = re.compile(r"(attn_output|ssm_out|ffn_down)\.weight$"), 0.05
+_SMALL, _SMALL_GAIN = re.compile(r"(attn_output|ssm_out|ffn_down(_exps|_shexp)?)\.weight$"), 0.05
 
 
 def _angles(width: int) -> npt.NDArray[np.float64]:
@@ -409,6 +409,10 @@ def _tensor_shapes(
                 raise ValueError(f"{name} of shape {dims} was taken for one of {n_used} experts")
             dims = (*dims[:-1], n_experts)
         shapes[name] = tuple(reversed(dims))
+    if model.architecture == "mimo2":  # whose graph of MTP layers needs them in one matrix
+        for i in range(model.layers, model.layers + model.mtp):
+            rows = [shapes.pop(f"blk.{i}.attn_{name}.weight") for name in "qkv"]
+            shapes[f"blk.{i}.attn_qkv.weight"] = (sum(n for n, _ in rows), rows[0][1])
     return shapes
 
 

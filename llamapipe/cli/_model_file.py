@@ -18,7 +18,7 @@ import llamapipe as lp
 from llamapipe._messages import listed, size_text
 from llamapipe.cli.options import template_problem
 from llamapipe.gguf.check import GgufInfo, check_gguf, tensor_bytes, type_name
-from llamapipe.gguf.draft_file import DRAFT_KINDS, blocks_problem, target_layers
+from llamapipe.gguf.draft_file import DRAFT_KINDS, blocks_problem, mtp_problem, target_layers
 from llamapipe.gguf.mmproj import mmproj_beside
 from llamapipe.host.memory import free_memory
 from llamapipe.llama.kv_memory import draft_cell_bytes, memory_sizes
@@ -68,6 +68,7 @@ def look_at(path: Path) -> dict[str, Any]:
             "is_recurrent": model.is_recurrent,
             "n_mtp_layers": (n_mtp := int(info.metadata.get(f"{info.architecture}.nextn_predict_layers", 0))),
             "mtp_bytes": _mtp_bytes(info, n_mtp),
+            "mtp_problem": mtp_problem(info.metadata, {tensor.name for tensor in info.tensors}, info.n_embd),
             "mtp_bytes_per_token": draft_cell_bytes(info.metadata, info.n_layer, info.n_embd),
             "drafts_for_layers": target_layers(info.metadata),
             "draft_problem": blocks_problem(info) if info.architecture == "dflash" else "",
@@ -214,11 +215,9 @@ def findings_of(facts: dict[str, Any], name: str) -> Iterator[Finding]:
         yield _media_finding(facts)
         if n := facts["n_mtp_layers"]:
             layers = "a layer that predicts" if n == 1 else f"{n} layers that predict"
-            use = (
-                "--draft mtp guesses with it"
-                if n == 1
-                else "llamapipe guesses with one only, so not with these"
-            )
+            use = "--draft mtp guesses with it" if n == 1 else "--draft mtp guesses with the first one"
+            if problem := facts["mtp_problem"]:
+                use = f"llamapipe cannot guess with {'it' if n == 1 else 'them'}: the file {problem}"
             size = size_text(facts["mtp_bytes"])
             cells = size_text(facts["mtp_bytes_per_token"] * 1024)
             yield Finding(

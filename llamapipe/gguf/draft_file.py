@@ -9,7 +9,7 @@ computes. Each belongs to one model, whose widths, layers and vocabulary the fil
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -30,6 +30,12 @@ DRAFT_KINDS = {
 # Architectures of llama.cpp whose graphs give out the inputs of layers, and with which such drafts were tried. Another
 # one that is asked for them ends the process.
 LAYER_INPUT_TARGETS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4", "gpt-oss", "lfm2")
+# Architectures whose MTP layers were tried in llama.cpp's graphs. Some of these graphs take several: the first drafts.
+MTP_ARCHITECTURES = (
+    "qwen35", "qwen35moe", "qwen3next", "glm4moe", "glm-dsa", "deepseek2", "deepseek32", "nemotron_h_moe", "cohere2moe",
+    "hy_v3", "mimo2", "step35",
+)  # fmt: skip
+_WITH_SEVERAL = ("hy_v3", "mimo2", "step35")
 _I64 = 27
 _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
 # Tokens of a DFlash block: llama.cpp's default; more than any draft was trained with.
@@ -68,6 +74,37 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
     if draft.n_vocab > n_vocab:
         return f"its vocabulary has {draft.n_vocab} tokens, this model's {n_vocab}"
     return _tensor_problem(draft, n_embd, n_vocab)
+
+
+def mtp_problem(metadata: Mapping[str, Any], tensors: Container[str], n_embd: int) -> str:
+    """Return why a model's MTP layers cannot draft, as what is said of its file; empty if they can. Any thread.
+
+    ``metadata``: of the model's file; ``tensors``: their names; ``n_embd``: its width. llama.cpp takes a file without
+    the tensors of such layers, and would then end the process.
+    """
+    architecture = str(metadata.get("general.architecture", ""))
+    sizes = _Sizes(metadata, architecture)
+    n, n_all = sizes.size("nextn_predict_layers") or 0, sizes.size("block_count") or 0
+    if not n:
+        return f"has no MTP layers ({architecture}.nextn_predict_layers in its metadata)"
+    if architecture not in MTP_ARCHITECTURES:
+        known = ", ".join(MTP_ARCHITECTURES)
+        return f"is a {architecture}; llamapipe drafts with the MTP layers of {known}"
+    if n > 1 and architecture not in _WITH_SEVERAL:
+        return f"has {n} MTP layers, and llama.cpp computes only one of a {architecture}"
+    tensor = f"blk.{n_all - n}.nextn.eh_proj.weight"
+    if tensor not in tensors:
+        return f"lacks the tensors of the MTP layers that its metadata speaks of ({tensor})"
+    return last_states_problem(metadata, n_embd)
+
+
+def last_states_problem(metadata: Mapping[str, Any], n_embd: int) -> str:
+    """Return why a model of this width gives out no last hidden states, in the same form; empty if it does."""
+    key = f"{metadata.get('general.architecture')}.embedding_length_out"
+    n = metadata.get(key, n_embd)
+    if n not in (0, n_embd):  # llama.cpp would read as many of each state
+        return f"has hidden states of {n_embd} numbers, and {key} in its metadata is {n}"
+    return ""
 
 
 def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n_vocab: int) -> str:

@@ -110,7 +110,7 @@ def memory_sizes(
 
 
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
-    """Return the size in bytes of a KV cell of the first MTP layer, which predicts the token after the next.
+    """Return the size in bytes of a KV cell of the MTP layers, which predict the token after the next.
 
     See ``memory_sizes`` for ``metadata``. Cells of these layers are 16-bit floats. Returns 0 if the size is not known,
     and for an assistant, which has none. Any thread.
@@ -119,7 +119,7 @@ def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> 
     if arch == ASSISTANT:
         return 0
     try:
-        return _Sizes(metadata, arch, n_layer, n_embd).of_draft_layer()
+        return _Sizes(metadata, arch, n_layer, n_embd).of_draft_layers()
     except (IndexError, ValueError, TypeError):
         return 0
 
@@ -175,16 +175,16 @@ class _Sizes:
         state = len(recurrent) * _STATE_BYTES * self._state(heads[0])
         return MemorySizes(cells[False], cells[True], n_window if cells[True] else 0, state)
 
-    def of_draft_layer(self) -> int:
-        """Return the size in bytes of a cell of the first draft layer."""
-        i = self._n_own
-        if i == self._n_all:
-            return 0
+    def of_draft_layers(self) -> int:
+        """Return the size in bytes of a cell of all layers that draft."""
         heads = self._each("attention.head_count")
         heads_kv = self._each("attention.head_count_kv") if self._has("attention.head_count_kv") else heads
-        head = self._n_embd // heads[i] if heads[i] else 0
-        lengths = (self._one(f"attention.{name}_length", head) for name in ("key", "value"))
-        return int(heads_kv[i] * sum(lengths) * TYPE_BYTES["f16"])
+        n_values = 0
+        for i in range(self._n_own, self._n_all):
+            head = self._n_embd // heads[i] if heads[i] else 0
+            key, value = (self._one(f"attention.{name}_length", head) for name in ("key", "value"))
+            n_values += heads_kv[i] * (key + value * stores_values(self._metadata))
+        return int(n_values * TYPE_BYTES["f16"])
 
     def _has(self, key: str) -> bool:
         return f"{self._arch}.{key}" in self._metadata

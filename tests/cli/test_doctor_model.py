@@ -160,7 +160,9 @@ class TestFacts:
             "and 256.0 KiB for 1024 tokens of context, loaded on demand; --draft mtp guesses with it"
         )
         two = look_at(mtp_model(tmp_path / "two.gguf", None, n_layers=2))
-        assert words_of(two)["MTP"].detail.startswith("2 layers that predict the token after the next, ")
+        detail = words_of(two)["MTP"].detail
+        assert detail.startswith("2 layers that predict the token after the next, ")
+        assert "llamapipe cannot guess with them: the file has 2 MTP layers" in detail
         assert "MTP" not in words_of(look_at(tiny_architecture(tmp_path / "no.gguf", "qwen3.5-0.8b")))
 
     def test_a_draft_file(self, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from support.mtp_models import mtp_model
 
 import llamapipe as lp
 from llamapipe.errors import BackendError
+from llamapipe.gguf.draft_file import MTP_ARCHITECTURES
 from llamapipe.llama import Context, kv_memory
 from llamapipe.llama.kv_memory import (
     MemorySizes,
@@ -76,8 +77,13 @@ def test_layers_that_draft_have_no_cells(tmp_path: Path) -> None:
         assert sizes == memory_sizes(model.metadata, model.n_layer + 1, model.n_embd, "f16", "f16")
 
 
-def test_cells_of_a_layer_that_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = mtp_model(tmp_path / "mtp.gguf", None)
+@pytest.mark.parametrize(
+    ("architecture", "n_mtp"), [*((name, 1) for name in MTP_ARCHITECTURES), ("mimo2", 2), ("step35", 3)]
+)
+def test_cells_of_layers_that_draft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, n_mtp: int
+) -> None:
+    path = mtp_model(tmp_path / "mtp.gguf", None, n_mtp, architecture=architecture)
     drain_log(native())
     with lp.Model(path, load_mtp=True) as model, Context(model, n_ctx=1024) as context:
         drain_log(native())
@@ -87,10 +93,10 @@ def test_cells_of_a_layer_that_drafts(tmp_path: Path, caplog: pytest.LogCaptureF
         ):
             drain_log(native())
             logged = sum(float(size) for size in _LOGGED.findall(caplog.text))
-            of_cell = draft_cell_bytes(model.file_metadata, model.n_layer + 1, model.n_embd)
+            of_cell = draft_cell_bytes(model.file_metadata, model.n_layer + n_mtp, model.n_embd)
             assert drafting.n_cells * of_cell / 2**20 == pytest.approx(logged, abs=0.02)
         without = {key: value for key, value in model.file_metadata.items() if "nextn" not in key}
-        assert draft_cell_bytes(without, model.n_layer + 1, model.n_embd) == 0
+        assert draft_cell_bytes(without, model.n_layer + n_mtp, model.n_embd) == 0
 
 
 def test_the_parts_of_a_published_model() -> None:

@@ -48,6 +48,7 @@ FIXES: dict[str, dict[str, object]] = {
     r"token type count|token_types": {"tokenizer.ggml.token_type_count": 2},
     r"extract_layers": {"extract_layers": [0, 1, 1]},
     r"hyper_connection.count": {"hyper_connection.count": 2},
+    r"hc_mult == 4": {"hyper_connection.count": 4},
     r"rope.dimension_count_swa": {"attention.key_length_swa": 16, "attention.value_length_swa": 16},
     r"adapter token id arrays": {"adapters.count": 2},
     r"n_embd_head_qk_nope|attn_k_b.*expected +-": {
@@ -179,8 +180,8 @@ class Grower:
     def _key(document: Document, key: str) -> bool:
         if document.has(key):
             return False
-        if FLOATS.search(key):
-            document.put(key, F32, 1e-5 if "eps" in key else 1.0)
+        if FLOATS.search(key.partition(".")[2]):  # without the architecture: "deepseek"
+            document.put(key, F32, 1e-5 if key.endswith(("eps", "epsilon")) else 1.0)
         else:
             ends = [end for end in INTEGERS if key.endswith("." + end)]
             document.put(key, U32, INTEGERS[max(ends, key=len)] if ends else 1)

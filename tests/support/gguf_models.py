@@ -21,6 +21,7 @@ from model_shapes import ARCHITECTURES, Architecture  # noqa: E402
 __all__ = [
     "ARCHITECTURES",
     "PRESETS",
+    "Architecture",
     "Shape",
     "find_source",
     "finish",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamapipe.gguf import draft_file
 from llamapipe.gguf.draft_file import ASSISTANT, assistant_problem, dflash_problem, eagle3_problem
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
@@ -17,33 +18,20 @@ if TYPE_CHECKING:
 
 # llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
 _FIRST_COMPARED, _MOST_MORE = 5, 128
-_MTP_ARCHITECTURES = ("qwen35", "qwen35moe")  # those that were tried
 
 
 def mtp_problem(model: Model) -> str:
     """Return why a model cannot draft with its own MTP layers; empty if it can."""
-    name = model.path.name
-    if not model.n_mtp_layers:
-        return f"{name} has no MTP layers ({model.architecture}.nextn_predict_layers in its metadata)"
-    if not model.load_mtp:
-        return f"{name} was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
-    if model.n_mtp_layers > 1:
-        return f"{name} has {model.n_mtp_layers} MTP layers, and llamapipe drafts with one"
-    if model.architecture not in _MTP_ARCHITECTURES:
-        known = ", ".join(_MTP_ARCHITECTURES)
-        return f"{name} is a {model.architecture}; llamapipe drafts with the MTP layers of {known}"
-    return _last_states_problem(model)
+    problem = draft_file.mtp_problem(model.file_metadata, model.tensors, model.n_embd)
+    if not problem and not model.load_mtp:
+        problem = "was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
+    return f"{model.path.name} {problem}" if problem else _states_problem(model)
 
 
 def _last_states_problem(model: Model) -> str:
     """Return why a model's last hidden states are not available; empty if they are."""
-    key = f"{model.architecture}.embedding_length_out"
-    n = model.file_metadata.get(key, model.n_embd)
-    if n not in (0, model.n_embd):  # llama.cpp would read as many of each state
-        return (
-            f"{model.path.name} has hidden states of {model.n_embd} numbers, and {key} in its metadata is {n}"
-        )
-    return _states_problem(model)
+    problem = draft_file.last_states_problem(model.file_metadata, model.n_embd)
+    return f"{model.path.name} {problem}" if problem else _states_problem(model)
 
 
 def _states_problem(model: Model) -> str:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 #include <type_traits>
@@ -166,10 +167,18 @@ void HiddenStates::follow(const MemoryOp &op) {
     }
 }
 
+// Whether the graph of an architecture's drafting layers keeps the rows of outputs only.
+static bool keeps_outputs_only(const llama_model *model) {
+    char name[32] = "";
+    llama_model_meta_val_str(model, "general.architecture", name, sizeof name);
+    const char *const known[] = { "qwen3next", "mimo2", "step35" };
+    return std::any_of(std::begin(known), std::end(known), [&](const char *other) { return strcmp(name, other) == 0; });
+}
+
 void give_out_states(llama_context *llama) {
     check_states();
-    // Not only those of outputs: the graphs of MTP layers keep all rows, and llama.cpp would take the first ones.
-    llama_set_embeddings_nextn(llama, true, false);
+    // llama.cpp must be told which rows there are: it takes as many as that, from the first one.
+    llama_set_embeddings_nextn(llama, true, keeps_outputs_only(llama_get_model(llama)));
 }
 
 const float *given_states(llama_context *llama) { return llama_get_embeddings_nextn(llama); }

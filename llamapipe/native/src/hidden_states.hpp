@@ -55,9 +55,9 @@ private:
 
 // Lets a context of drafting layers give out its own states.
 void give_out_states(llama_context *llama);
-// The states of all entries that it computed last; null if it has none.
+// The states of all entries that it computed last, or of its outputs; null if it has none.
 const float *given_states(llama_context *llama);
-// The state of an entry of its last batch; null if it had none.
+// The state of an output of its last batch; null if it had none.
 const float *given_state(llama_context *llama, int entry);
 
 }  // namespace lp

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafting import PROMPTS, RANDOM, Drafts, check_fork_and_snapshot, check_texts, params, watch
-from support.gguf_document import unpack
+from support.drafting import (
+    PROMPTS,
+    RANDOM,
+    Drafts,
+    check_fork_and_snapshot,
+    check_texts,
+    params,
+    share_right,
+    watch,
+)
+from support.gguf_document import Document, unpack
 from support.gguf_models import tiny_architecture
 from support.inside import scheduler_of
 from support.mtp_models import mtp_model
@@ -19,6 +28,7 @@ from llamapipe._engine.policy.core import Request
 from llamapipe._engine.policy.speculation import Gate, StepTimes, Worth
 from llamapipe._engine.runtime.draft import MtpLayer
 from llamapipe.errors import DecodeError
+from llamapipe.gguf.draft_file import MTP_ARCHITECTURES
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("eager")]
 MakeEngine = Callable[..., lp.Engine]
@@ -260,6 +270,39 @@ def test_a_failing_layer_ends_no_request(
         assert engine.stats().n_drafted == 0
 
 
+@pytest.mark.parametrize(
+    ("architecture", "n_layers"), [*((name, 1) for name in MTP_ARCHITECTURES), ("mimo2", 2), ("step35", 3)]
+)
+def test_every_architecture(
+    make_engine: MakeEngine, tmp_path: Path, drafts: list[Any], architecture: str, n_layers: int
+) -> None:
+    """A right layer is right only with the state of the right token. Of several the first one drafts."""
+    for noise in (0.0, 0.6):
+        path = mtp_model(tmp_path / f"{noise}.gguf", noise, n_layers, architecture=architecture)
+        with lp.Model(path, load_mtp=True) as model:
+            with make_engine(model, n_ctx=256, n_seq_max=4, draft="mtp", prefix_cache=False) as engine:
+                check_texts(engine, {})
+                drafts.clear()
+                before = engine.stats()
+                engine.generate(PROMPTS, params())
+                if not noise:
+                    assert share_right(before, engine.stats()) > 0.9
+            as_alone(model, make_engine, drafts)
+
+
+def test_layers_without_tensors(make_engine: MakeEngine, models: dict[str, lp.Model], tmp_path: Path) -> None:
+    """Converters can leave the layers out and their number in: llama.cpp takes such a file."""
+    document = Document.read(models["right"].path)
+    document.tensors = [tensor for tensor in document.tensors if not tensor.name.startswith(b"blk.4.")]
+    with lp.Model(document.write(tmp_path / "cut.gguf"), load_mtp=True) as model:
+        with pytest.raises(
+            ValueError, match=r"cut\.gguf lacks the tensors .* \(blk\.4\.nextn\.eh_proj\.weight\)"
+        ):
+            make_engine(model, draft="mtp")
+        with make_engine(model, draft="auto") as engine:
+            engine.generate(PROMPTS[0], params(4, speculate=None))
+
+
 def test_what_cannot_draft_is_refused(
     make_engine: MakeEngine, models: dict[str, lp.Model], demo: lp.Model, tmp_path: Path
 ) -> None:
@@ -284,7 +327,7 @@ def test_what_cannot_draft_is_refused(
                 narrow,
                 "has hidden states of 128 numbers, and qwen35.embedding_length_out in its metadata is 64",
             ),
-            (two, "has 2 MTP layers, and llamapipe drafts with one"),
+            (two, "has 2 MTP layers, and llama.cpp computes only one of a qwen35"),
         ):
             with pytest.raises(ValueError, match=f"draft is 'mtp', but .*{reason}"):
                 make_engine(model, n_ctx=64, n_seq_max=1, draft="mtp")

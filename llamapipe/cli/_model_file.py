@@ -50,6 +50,7 @@ def look_at(path: Path) -> dict[str, Any]:
         )
     ffi, lib = native().ffi, native().lib
     level = lib.lp_kernels_level()
+    names = {tensor.name for tensor in info.tensors}
     with lp.Model(path, vocab_only=True) as model:
         has_encoder = lib.llama_model_has_encoder(model.handle)
         has_decoder = lib.llama_model_has_decoder(model.handle)
@@ -68,7 +69,7 @@ def look_at(path: Path) -> dict[str, Any]:
             "is_recurrent": model.is_recurrent,
             "n_mtp_layers": (n_mtp := int(info.metadata.get(f"{info.architecture}.nextn_predict_layers", 0))),
             "mtp_bytes": _mtp_bytes(info, n_mtp),
-            "mtp_problem": mtp_problem(info.metadata, {tensor.name for tensor in info.tensors}, info.n_embd),
+            "mtp_problem": mtp_problem(info.metadata, names, info.n_embd, info.n_layer - n_mtp, n_mtp),
             "mtp_bytes_per_token": draft_cell_bytes(info.metadata, info.n_layer, info.n_embd),
             "drafts_for_layers": target_layers(info.metadata),
             "draft_problem": blocks_problem(info) if info.architecture == "dflash" else "",

@@ -76,23 +76,23 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
     return _tensor_problem(draft, n_embd, n_vocab)
 
 
-def mtp_problem(metadata: Mapping[str, Any], tensors: Container[str], n_embd: int) -> str:
+def mtp_problem(
+    metadata: Mapping[str, Any], tensors: Container[str], n_embd: int, n_layer: int, n_mtp_layers: int
+) -> str:
     """Return why a model's MTP layers cannot draft, as what is said of its file; empty if they can. Any thread.
 
-    ``metadata``: of the model's file; ``tensors``: their names; ``n_embd``: its width. llama.cpp takes a file without
-    the tensors of such layers, and would then end the process.
+    ``metadata``: of the model's file; ``tensors``: their names; ``n_embd``: its width; ``n_layer``: its layers without
+    those. llama.cpp takes a file without the tensors of such layers, and would then end the process.
     """
-    architecture = str(metadata.get("general.architecture", ""))
-    sizes = _Sizes(metadata, architecture)
-    n, n_all = sizes.size("nextn_predict_layers") or 0, sizes.size("block_count") or 0
-    if not n:
+    architecture = metadata.get("general.architecture")
+    if not n_mtp_layers:
         return f"has no MTP layers ({architecture}.nextn_predict_layers in its metadata)"
     if architecture not in MTP_ARCHITECTURES:
         known = ", ".join(MTP_ARCHITECTURES)
         return f"is a {architecture}; llamapipe drafts with the MTP layers of {known}"
-    if n > 1 and architecture not in _WITH_SEVERAL:
-        return f"has {n} MTP layers, and llama.cpp computes only one of a {architecture}"
-    tensor = f"blk.{n_all - n}.nextn.eh_proj.weight"
+    if n_mtp_layers > 1 and architecture not in _WITH_SEVERAL:
+        return f"has {n_mtp_layers} MTP layers, and llama.cpp computes only one of a {architecture}"
+    tensor = f"blk.{n_layer}.nextn.eh_proj.weight"
     if tensor not in tensors:
         return f"lacks the tensors of the MTP layers that its metadata speaks of ({tensor})"
     return last_states_problem(metadata, n_embd)

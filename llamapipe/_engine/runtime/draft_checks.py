@@ -22,7 +22,9 @@ _FIRST_COMPARED, _MOST_MORE = 5, 128
 
 def mtp_problem(model: Model) -> str:
     """Return why a model cannot draft with its own MTP layers; empty if it can."""
-    problem = draft_file.mtp_problem(model.file_metadata, model.tensors, model.n_embd)
+    problem = draft_file.mtp_problem(
+        model.file_metadata, model.tensors, model.n_embd, model.n_layer, model.n_mtp_layers
+    )
     if not problem and not model.load_mtp:
         problem = "was loaded without its MTP layers: use lp.Model(path, load_mtp=True)"
     return f"{model.path.name} {problem}" if problem else _states_problem(model)

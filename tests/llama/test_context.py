@@ -624,7 +624,7 @@ def test_threads_that_are_left_out_sleep(make_context: MakeContext, monkeypatch:
     assert np.array_equal(logits(), expected)
     wait_until(lambda: all(map(asleep, workers)))
     context.close()
-    wait_until(lambda: {path.name for path in tasks.iterdir()} == before)
+    wait_until(lambda: {path.name for path in tasks.iterdir()} <= before)  # others may have ended
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have ids on Linux only")

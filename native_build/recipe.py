@@ -69,6 +69,23 @@ endif()
 _MAC_MODULES = """set(CMAKE_SHARED_MODULE_CREATE_C_FLAGS "-dynamiclib")
 set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
 """
+# The same for Apple's processors. zig's clang takes the name of one instead of an architecture.
+_MAC_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml")
+  function(add_dependencies target)
+    set(others ${ARGN})
+    list(REMOVE_ITEM others "ggml-cpu-apple_m4")
+    if(others)
+      _add_dependencies(${target} ${others})
+    endif()
+  endfunction()
+  function(target_compile_options target)
+    set(options ${ARGN})
+    list(TRANSFORM options REPLACE "^-march=armv8[.]2-a[+]dotprod$" "-mcpu=apple_m1")
+    list(TRANSFORM options REPLACE "^-march=armv8[.]6-a[+]dotprod[+]i8mm$" "-mcpu=apple_m2")
+    _target_compile_options(${target} ${options})
+  endfunction()
+endif()
+"""
 # Environment variables with compiler flags. CMake reads the last three by itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
 _LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
@@ -147,6 +164,8 @@ class Recipe:
             parts.append(_WINDOWS_LIBRARIES)
         if self.options.system is MACOS and self.options.target:
             parts.append(_MAC_MODULES)
+            if self.options.all_variants and self.options.machine == "arm64":
+                parts.append(_MAC_VARIANTS)
         return "".join(parts)
 
     @property

@@ -323,7 +323,7 @@ def _weights_of(
     """The same for an architecture whose tensors llama.cpp names."""
     rng = np.random.default_rng(seed)
     tensors = _tensor_shapes(model, metadata, n_vocab)
-    output_norm = next(name for name in _OUTPUT_NORMS if name in tensors)
+    output_norm = next((name for name in _OUTPUT_NORMS if name in tensors), "")
     for name, dims in tensors.items():
         n_rows = math.prod(dims[:-1])
         few = dims

@@ -32,8 +32,8 @@ DRAFT_KINDS = {
 LAYER_INPUT_TARGETS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4", "gpt-oss", "lfm2")
 # Architectures whose MTP layers were tried in llama.cpp's graphs. Some of these graphs take several: the first drafts.
 MTP_ARCHITECTURES = (
-    "qwen35", "qwen35moe", "qwen3next", "glm4moe", "glm-dsa", "deepseek2", "deepseek32", "nemotron_h_moe", "cohere2moe",
-    "hy_v3", "mimo2", "step35",
+    "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "glm4moe", "glm-dsa", "glm5-next", "deepseek2", "deepseek32",
+    "nemotron_h_moe", "cohere2moe", "bailingmoe3", "hy_v3", "mimo2", "step35",
 )  # fmt: skip
 _WITH_SEVERAL = ("hy_v3", "mimo2", "step35")
 _I64 = 27

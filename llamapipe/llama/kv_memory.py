@@ -46,6 +46,8 @@ _STATE_BYTES = 4  # of a value of a recurrent state: always float32
 _DRAFT_STATE_BYTES = 16 * 2**20  # of the hidden states that are kept of a sequence for drafting
 _LEAST_STATES = 256
 _ASSISTANT_STATES = 32  # more than the draft tokens of a step; an assistant reads the last state
+# Vectors of a cell in the cache of an MTP layer's indexer: the key, and what it is pooled to.
+_INDEX_ROWS = {"qwen4exp": 2, "glm5-next": 3}
 _WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
 
 
@@ -184,6 +186,7 @@ class _Sizes:
             head = self._n_embd // heads[i] if heads[i] else 0
             key, value = (self._one(f"attention.{name}_length", head) for name in ("key", "value"))
             n_values += heads_kv[i] * (key + value * stores_values(self._metadata))
+            n_values += _INDEX_ROWS.get(self._arch, 0) * self._one("attention.indexer.key_length")
         return int(n_values * TYPE_BYTES["f16"])
 
     def _has(self, key: str) -> bool:

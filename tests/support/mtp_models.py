@@ -44,6 +44,13 @@ _COMPRESSED = {
     "attention.value_length_mla": 16,
 }
 
+_KDA = {  # two layers with a state, one that attends, and the MTP layer
+    "attention.head_count_kv": [0, 0, 1, 1],
+    "ssm.conv_kernel": 4,
+    "kda.head_dim": 16,
+    "kda.gate_lower_bound": -5.0,
+}
+
 
 def _windows(n: int) -> dict[str, Any]:
     """Every other layer has a window; the MTP layers do, too."""
@@ -58,8 +65,37 @@ SHAPES = {
     "qwen35": ARCHITECTURES["qwen3.5-0.8b"].shrunk(),
     "qwen35moe": ARCHITECTURES["qwen3.6-35b-a3b"].shrunk(),
     "qwen3next": _shape("qwen3next", 4, _STATES | {"ssm.inner_size": 64, "full_attention_interval": 4}),
+    "qwen4exp": _shape(
+        "qwen4exp",
+        4,
+        _STATES
+        | _INDEXER
+        | {
+            "ssm.inner_size": 64,
+            "full_attention_interval": 4,
+            "rope.dimension_sections": [3, 3, 2, 0],
+            "attention.compress_ratios": [0, 0, 0, 4, 4],
+            "hyper_connection.count": 2,
+            "hyper_connection.low_rank": 8,
+        },
+    ),
     "glm4moe": _shape("glm4moe", 2, {}),
     "glm-dsa": _shape("glm-dsa", 2, _COMPRESSED | _INDEXER),
+    "glm5-next": _shape(
+        "glm5-next",
+        3,
+        _COMPRESSED
+        | _INDEXER
+        | _KDA
+        | {
+            "attention.key_length": 32,
+            "rope.dimension_count": 0,
+            "attention.indexer.kpool": 4,
+            "hyper_connection.count": 4,
+            "hyper_connection.sinkhorn_iterations": 3,
+            "hyper_connection.epsilon": 1e-6,
+        },
+    ),
     "deepseek2": _shape("deepseek2", 2, _COMPRESSED),
     "deepseek32": _shape("deepseek32", 2, _COMPRESSED | _INDEXER),
     "nemotron_h_moe": _shape(
@@ -76,6 +112,7 @@ SHAPES = {
     "cohere2moe": _shape(
         "cohere2moe", 4, _WINDOWS | {"logit_scale": 1.0, "attention.layer_norm_epsilon": 1e-5}
     ),
+    "bailingmoe3": _shape("bailingmoe3", 3, _COMPRESSED | _KDA),
     "hy_v3": _shape("hy_v3", 2, {}),
     "mimo2": _shape("mimo2", 2, _WINDOWS),
     "step35": _shape("step35", 2, _WINDOWS),

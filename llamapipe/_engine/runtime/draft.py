@@ -34,6 +34,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.kv_memory import n_draft_states
 from llamapipe.llama.model import Model
 from llamapipe.llama.native_pipeline import SavedCells, on_gpu
+from llamapipe.native.load import native
 
 # The assumed share of drafted tokens that are sure enough, and of right tokens among these.
 _USUAL_SHARE = 0.8
@@ -672,7 +673,8 @@ def _with_states(
     ``architecture``: the architecture of its file.
     """
     try:
-        width = target.model.n_embd * max(len(layers), 1)
+        n_last = native().lib.llama_model_n_embd_out(target.model.handle)
+        width = target.model.n_embd * len(layers) or n_last
         target.keep_states(n_draft_states(target.n_ctx, width, architecture), layers)
     except BaseException:
         drafter.close()

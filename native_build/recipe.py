@@ -69,7 +69,10 @@ endif()
 _MAC_MODULES = """set(CMAKE_SHARED_MODULE_CREATE_C_FLAGS "-dynamiclib")
 set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
 """
-# The same for Apple's processors. zig's clang takes the name of one instead of an architecture.
+# Darwin 20 is macOS 11: libraries name each other by run path, which older CMake does for systems that have it. The tool
+# is never called, as no run path is changed, but CMake wants to know of one.
+_MAC_ARGUMENTS = ("-DCMAKE_SYSTEM_VERSION=20", "-DCMAKE_INSTALL_NAME_TOOL=none")
+# As `_ARM_VARIANTS`, for Apple's processors. zig's clang takes the name of one instead of an architecture.
 _MAC_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml")
   function(add_dependencies target)
     set(others ${ARGN})
@@ -149,8 +152,7 @@ class Recipe:
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
             *modes,
-            # Nothing calls it, as no run path is changed, but CMake wants to know of one.
-            *(("-DCMAKE_INSTALL_NAME_TOOL=none",) if self.options.system is MACOS else ()),
+            *(_MAC_ARGUMENTS if self.options.system is MACOS else ()),
         )
 
     @property

@@ -82,6 +82,7 @@ class LlamaServerEncoder(Encoder[Delta]):
             choice.n_cached = stream.n_cached_tokens
             if (progress := stream.prompt_progress) is not None:
                 choice.prompt_s = progress.seconds
+                choice.queue_s = max(choice.first_at - choice.began_at - progress.seconds, 0.0)
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
@@ -179,7 +180,7 @@ class _Choice:
         self.is_full = False  # the context
         self.n_cached = 0
         self.began_at = began_at
-        self.first_at = self.prompt_s = 0.0
+        self.first_at = self.prompt_s = self.queue_s = 0.0
         self.last_at: float | None = None
 
     def take(self, part: Delta) -> None:
@@ -195,7 +196,8 @@ class _Choice:
 
     def timings(self) -> dict[str, Any]:
         predicted_ms = 0.0 if self.last_at is None else (self.last_at - self.first_at) * 1e3
-        return timings(self.n_cached, len(self.prompt), self.prompt_s * 1e3, len(self.tokens), predicted_ms)
+        fields = timings(self.n_cached, len(self.prompt), self.prompt_s * 1e3, len(self.tokens), predicted_ms)
+        return fields | {"queue_ms": self.queue_s * 1e3}
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:

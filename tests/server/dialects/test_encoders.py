@@ -304,6 +304,7 @@ class TestLlamaServer:
         times = last["timings"]
         assert (times["cache_n"], times["prompt_n"], times["prompt_ms"]) == (2, 3, 250)
         assert times["predicted_ms"] == 2000 and not last["truncated"]  # from the first token to the last
+        assert times["queue_ms"] == 750  # a second until the first token, of which the prompt took 250 ms
 
     @pytest.mark.parametrize(
         ("reason", "stop", "n_max", "expected"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from llamapipe._messages import listed, quoted
+from llamapipe._messages import DROP_TURNS, listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
 from llamapipe.compat.sampling import closed
@@ -119,7 +119,8 @@ class ChatCall:
     def whole(self) -> ChatCompletion:
         """Return the answer, when it is complete."""
         if self._named is None:
-            completion = self._engine.chat(self._messages, self._params, **self._options())
+            with _without_truncation():
+                completion = self._engine.chat(self._messages, self._params, **self._options())
         else:
             text = self._engine.generate(self._prompt(), self._params)
             first = text.choices[0]
@@ -157,9 +158,10 @@ class ChatCall:
 
     def _plain_deltas(self) -> Generator[ChatDelta]:
         if self._named is None:
-            chat = self._engine.stream_chat(self._messages, self._params, **self._options())
-            with closing(chat):
-                yield from chat
+            with _without_truncation():
+                chat = self._engine.stream_chat(self._messages, self._params, **self._options())
+                with closing(chat):
+                    yield from chat
             return
         stream = self._engine.stream(self._prompt(), self._params)
         with closing(stream):
@@ -175,6 +177,17 @@ class ChatCall:
     def _prompt(self) -> list[int]:
         assert self._named is not None
         return self._engine.model.vocab.tokenize(self._named.render(self._messages), parse_special=True)
+
+
+@contextmanager
+def _without_truncation() -> Iterator[None]:
+    """Leave out of an error the advice to set an option that llama-cpp-python's methods do not have."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if DROP_TURNS not in str(error):
+            raise
+        raise InvalidRequestError(str(error).replace(DROP_TURNS, "")) from None
 
 
 def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:

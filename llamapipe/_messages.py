@@ -34,8 +34,13 @@ _GUESSES = (
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
 _ALWAYS_ON = "it is always on; leave the option out"
+_ROUTES_ON = "/slots, /props and /metrics are always on; leave the option out"
+_FROM_TEMPLATE = "the chat template determines it; leave the option out"
+_ONLY_PROMPT = "generate applies no template and does not repeat the prompt; leave the option out"
 _PLACEMENT = "llamapipe.Engine(llamapipe.Model(path, tensor_placement={pattern: device})) places tensors"
 _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the experts of N layers on the CPU"
+_NO_SAMPLING = "temperature 0 always takes the most probable token"
+_MEMBER_FORMAT = ("text (its member format)", "output_config (its member format)")
 _AT_START = "the model is chosen when the server starts, with -m"
 _OLLAMA = "start the server with --ollama"
 
@@ -49,9 +54,19 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "embed": "use llamapipe.Embedder(path).embed",
         "serve": "from llamapipe.server import serve",
     },
-    "Model": dict.fromkeys(("generate", "stream", "chat", "score"), _ENGINE) | {"embed": _EMBEDDER},
+    "Model": dict.fromkeys(("generate", "stream", "chat", "score"), _ENGINE)
+    | dict.fromkeys(("ngl", "num_gpu", "gpu_layers"), ("n_gpu_layers",))
+    | {"embed": _EMBEDDER, "model_path": ("path",), "model": ("path",)},
     "Engine": dict.fromkeys(("embed", "rerank"), _EMBEDDER)
+    | dict.fromkeys(("max_model_len", "num_ctx"), ("n_ctx",))
+    | dict.fromkeys(("max_num_seqs", "n_parallel", "num_parallel"), ("n_seq_max",))
     | {
+        "gpu_memory_utilization": ("n_cells",),
+        "enable_prefix_caching": ("prefix_cache",),
+        "kv_cache_dtype": ("type_k",),
+        "num_thread": ("n_threads",),
+        "create_chat_completion": "use chat, or llamapipe.compat.Llama, which has llama-cpp-python's methods",
+        "create_completion": "use generate, or llamapipe.compat.Llama, which has llama-cpp-python's methods",
         "tokenize": "the model has it: engine.model.tokenize",
         "detokenize": "the model has it: engine.model.detokenize",
     },
@@ -75,6 +90,36 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "llama_cpp": "llama.cpp's own functions are not here: use llamapipe.Pipeline, which computes batches",
     },
     "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
+    # Names of sampling options in Python, of llama-cpp-python, Ollama, transformers and vLLM.
+    "SamplingParams": {
+        **{name: (option.name,) for option in OPTIONS for name in option.elsewhere},
+        **dict.fromkeys(("response_format", "format", "guided_json", "structured_outputs"), ("json_schema",)),
+        "guided_regex": ("regex",),
+        "guided_choice": ("choice",),
+        "guided_grammar": ("grammar",),
+        "do_sample": _NO_SAMPLING,
+        "stream": "use engine.stream or engine.stream_chat",
+    },
+    # Keys of a file for serve --models.
+    "models file": {
+        **dict.fromkeys(("path", "model"), ("file",)),
+        **dict.fromkeys(("ctx_size", "num_ctx", "max_model_len", "c"), ("n_ctx",)),
+        **dict.fromkeys(("parallel", "num_parallel", "np"), ("n_seq_max",)),
+        **dict.fromkeys(("gpu_layers", "num_gpu", "ngl"), ("n_gpu_layers",)),
+        **dict.fromkeys(("alias", "name"), ("aliases",)),
+        "keep_alive": ("ttl",),
+        "embedding": ("embeddings",),
+        **dict.fromkeys(
+            (*BY_NAME, *(name for option in OPTIONS for name in option.elsewhere)),
+            "it is no option of one model: serve's options set it for all, requests for themselves",
+        ),
+    },
+    # Keys of a tool, and the type of one that is sent to Anthropic's API.
+    "tool": {"input_schema": ("parameters",), "parameters": ("input_schema",)},
+    "Anthropic's tools": {"function": "in this API, a tool has name, description and input_schema"},
+    "tool choice": {"any": ("required",)},
+    # Keywords of calls.
+    "call": {"stream": "use engine.stream or engine.stream_chat"},
     # Options of llama.cpp's programs, then of vLLM.
     "command line": {
         **{name: (f"--{option.name.replace('_', '-')}",) for option in OPTIONS for name in option.elsewhere},
@@ -107,11 +152,28 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--served-model-name": ("--alias",),
         "--data-parallel-size": ("--workers",),
         "--allowed-origins": ("--cors",),
+        "--gpu-memory-utilization": ("--n-cells",),
+        **dict.fromkeys(("--speculative-config", "--model-draft"), ("--draft",)),
+        **dict.fromkeys(("--lora-modules", "--enable-lora"), ("--lora",)),
+        **dict.fromkeys(("--kv-cache-dtype", "--type_k"), ("--type-k",)),
+        "--type_v": ("--type-v",),
+        "--model_alias": ("--alias",),
+        "--num_ctx": ("--n-ctx",),
+        **dict.fromkeys(("--num-predict", "--num_predict"), ("--max-tokens",)),
+        "-j": ("--json-schema",),
+        "-jf": ("--json-schema @FILE",),
+        **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"), _FROM_TEMPLATE),
+        "--reasoning-format": "each request sets it: the field reasoning_format",
+        **dict.fromkeys(("--dtype", "--quantization"), "the file determines it; leave the option out"),
+        **dict.fromkeys(("--tensor-parallel-size", "-tp"), "only Python has it: lp.Model(path, split_mode=...)"),
+        "--pooling": "the embedding model's file determines it; lp.Embedder(path, pooling=...) sets it",
+        **dict.fromkeys(("--no-display-prompt", "-no-cnv", "--no-conversation"), _ONLY_PROMPT),
+        **dict.fromkeys(("-st", "--single-turn"), "llamapipe chat MESSAGE answers one message"),
         **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "use -m hf:OWNER/REPO/FILE or -m hf:OWNER/REPO:QUANT"),
         **dict.fromkeys(("-p", "--prompt"), "pass the prompt as an argument, without an option"),
         **dict.fromkeys(("-fa", "--flash-attn"), _FLASH_ATTENTION),
         **dict.fromkeys(("--jinja", "-cb", "--cont-batching", "--metrics"), _ALWAYS_ON),
-        **dict.fromkeys(("--slots", "--props"), "/metrics and /model_info are always on; leave the option out"),
+        **dict.fromkeys(("--slots", "--props"), _ROUTES_ON),
         **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "the server speaks plain HTTP; use a proxy for TLS"),
         **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use llamapipe chat"),
         "--models-dir": "use --models DIR",
@@ -134,7 +196,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(("--think", "--hidethinking"), "--no-thinking turns reasoning off"),
         "--nowordwrap": "only a terminal gets wrapped lines; leave the option out",
     },
-    **dict.fromkeys(("ps", "stop"), dict.fromkeys(("--port", "--host", "-p"), "use --url http://HOST:PORT")),
+    **dict.fromkeys(
+        ("ps", "stop"),
+        dict.fromkeys(("--port", "--host", "-p"), "use --url http://HOST:PORT")
+        | dict.fromkeys(("--api-key", "--api-key-file"), "put the key into the variable LLAMAPIPE_API_KEY"),
+    ),
     "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
     # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.
     "commands": {
@@ -168,14 +234,44 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     # Fields of requests to other servers.
     "fields": {
         **{name: option.wire or option.route_fields for option in OPTIONS for name in option.elsewhere},
-        "format": ("response_format",),
+        **dict.fromkeys(
+            BY_NAME["max_tokens"].elsewhere, (*BY_NAME["max_tokens"].route_fields, "num_predict", "n_predict")
+        ),
+        # What the model reads.
+        "prompt": ("messages", "input", "content"),
+        "messages": ("input", "prompt (routes for chats have messages)"),
+        "input": ("messages", "prompt", "content"),
+        "content": ("prompt", "input", "messages"),
+        "text": ("content", "prompt", "input", "response_format"),
+        "system": ("instructions", "messages with the role system"),
+        "instructions": ("system", "messages with the role system"),
+        **dict.fromkeys(("images", "image_data"), "give images as parts of messages, of the type image_url"),
+        "raw": "/v1/completions applies no template",
+        # What the answer must be like.
+        "format": ("response_format", *_MEMBER_FORMAT),
+        "response_format": ("format", *_MEMBER_FORMAT, "json_schema"),
+        "json_schema": ("schema", "format", *_MEMBER_FORMAT),
         "guided_json": ("json_schema",),
         "guided_regex": ("regex",),
         "stop": ("stop_sequences",),
+        "stop_sequences": ("stop",),
+        # How the model reasons.
+        **dict.fromkeys(("reasoning", "thinking"), ("reasoning_effort", "think")),
+        "reasoning_effort": ("reasoning (its member effort)", "output_config (its member effort)", "think"),
+        "enable_thinking": ("chat_template_kwargs (its member enable_thinking)", "think"),
+        # Sampling.
+        **dict.fromkeys(("rep_pen", "penalty_repeat"), ("repeat_penalty", "repetition_penalty")),
+        "typ_p": ("typical_p",),
+        "do_sample": _NO_SAMPLING,
+        **dict.fromkeys(("penalize_nl", "tfs_z"), "leave it out: llama.cpp no longer has it"),
+        "slot_id": ("id_slot",),
+        "extra_body": "give its members as fields of the body, as OpenAI's client does",
         "options": "give each option as a separate field, such as temperature",
         "think": "give chat_template_kwargs with enable_thinking instead",
         "keep_alive": "leave it out: the model stays loaded until the server ends",
         **dict.fromkeys(("num_ctx", "n_ctx"), "leave it out: --n-ctx sets it when the server starts"),
+        "timeout": "leave it out: --timeout sets it when the server starts",
+        "api_key": "send the key as 'Authorization: Bearer KEY'",
     },
 }  # fmt: skip
 
@@ -297,7 +393,7 @@ def explains_keywords(function: F) -> F:
             return (
                 f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
             )
-        hint = did_you_mean(unknown, known | BY_NAME.keys())
+        hint = did_you_mean(unknown, known | BY_NAME.keys(), "call")
         return f"{name}() has no option {quoted(unknown)}{hint or _all(known - {'prompt', 'params'})}"
 
     return _explained(function, explain)
@@ -308,7 +404,7 @@ def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping
     for owner, names in elsewhere.items():
         if wrong in names:
             return f"{name}() has no option {quoted(wrong)}: it is an option of {owner}"
-    return f"{name}() has no option {quoted(wrong)}{did_you_mean(wrong, known) or _all(known)}"
+    return f"{name}() has no option {quoted(wrong)}{did_you_mean(wrong, known, name) or _all(known)}"
 
 
 def _all(names: Iterable[str]) -> str:

@@ -1530,6 +1530,11 @@ def _check_types(model: object, draft: object, tuning: object) -> None:
             'draft must be a Model, the path of a GGUF file, "mtp", "auto" or None, not '
             f"{type(draft).__name__}"
         )
+    if draft in ("ngram", "off"):
+        raise ValueError(
+            f"draft is {quoted(draft)}; what a text repeats is guessed without it: leave draft out. "
+            'SamplingParams(speculate="off") guesses nothing'
+        )
     if not isinstance(tuning, EngineTuning):
         raise TypeError(
             f"tuning must be EngineTuning, not {type(tuning).__name__}: tuning=lp.EngineTuning(n_ubatch=1024)"

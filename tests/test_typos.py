@@ -44,7 +44,15 @@ Params: Any = lp.SamplingParams
         (lambda: Model.from_pretrained("a/b", local_files_onl=True), "local_files_onl", "local_files_only"),
         (lambda: lp.Embedder(PATH, poolin="mean"), "poolin", "pooling"),  # type: ignore[call-arg]
         (lambda: Params(max_token=3), "max_token", "max_tokens"),
-        (lambda: Params(temp=3), "temp", "temperature"),
+        (lambda: Params(temp=3), "temp", "use temperature"),
+        (lambda: Params(num_predict=3), "num_predict", "use max_tokens"),
+        (lambda: Params(n_predict=3), "n_predict", "use max_tokens"),
+        (lambda: Params(response_format={}), "response_format", "use json_schema"),
+        (lambda: Engine(PATH, max_model_len=64), "max_model_len", "use n_ctx"),
+        (lambda: Engine(PATH, n_parallel=2), "n_parallel", "use n_seq_max"),
+        (lambda: Engine(PATH, draft="ngram"), "'ngram'", "leave draft out"),
+        (lambda: Model(model_path=PATH), "model_path", "use path"),
+        (lambda: Model(PATH, ngl=1), "ngl", "use n_gpu_layers"),
         (lambda: Params(top_K=3), "top_K", "top_k"),
         (lambda: Params(max_tokens=-1), "max_tokens", "or None for no limit"),
         (lambda: lp.Llama, "Llama", "from llamapipe.compat import Llama"),  # type: ignore[attr-defined]
@@ -67,6 +75,9 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
         (lambda e: e.model.generate("a"), "generate", "Engine(model)"),
         (lambda e: e.embed("a"), "embed", "Embedder(model)"),
         (lambda e: e.tokenize("a"), "tokenize", "engine.model.tokenize"),
+        (lambda e: e.create_chat_completion([]), "create_chat_completion", "llamapipe.compat.Llama"),
+        (lambda e: e.generate("a", stream=True), "stream", "use engine.stream"),
+        (lambda e: e.chat("a", stream=True), "stream", "engine.stream_chat"),
         (lambda e: e.stream("a").cancle(), "cancle", "cancel"),
         (lambda e: e.generate("a", max_token=3), "max_token", "max_tokens"),
         (lambda e: e.generate("a", on_error="retrun"), "'retrun'", "return"),
@@ -91,6 +102,11 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
             "'requird'",
             "required",
         ),
+        (
+            lambda e: e.chat("a", tools=[lp.Tool("weather", "", {})], tool_choice="any"),
+            "'any'",
+            "use required",
+        ),
     ],
 )
 def test_calls(open_engine: Any, call: Callable[[Any], Any], wrong: str, right: str) -> None:
@@ -103,6 +119,8 @@ def test_calls(open_engine: Any, call: Callable[[Any], Any], wrong: str, right: 
 def test_a_batch_record(open_engine: Any) -> None:
     (result,) = lp.run_batch([{"prompt": "a", "max_token": 3}], open_engine)
     assert "'max_token' is not an option of SamplingParams; did you mean max_tokens?" in str(result["error"])
+    (result,) = lp.run_batch([{"prompt": "a", "num_predict": 3}], open_engine)
+    assert "'num_predict' is not an option of SamplingParams; use max_tokens" in str(result["error"])
     (result,) = lp.run_batch([{"promt": "a"}], open_engine)
     assert "; did you mean prompt?" in str(result["error"])
 

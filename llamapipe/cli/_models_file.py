@@ -131,7 +131,8 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
     known = [*_OF_LIST, *_OF_MODEL, *_TEXTS, *_ADAPTERS]
     for key in values:
         if key not in known:
-            raise UsageError(f"{where}.{key} is unknown{did_you_mean(key, known)}; there is {listed(known)}")
+            hint = did_you_mean(key, known, "models file") or f"; there is {', '.join(sorted(known))}"
+            raise UsageError(f"{where}.{key} is unknown{hint}")
     file = values.pop("file", None)
     if not isinstance(file, str) or not file:
         raise UsageError(f"{where}.file is missing: a GGUF file, hf:OWNER/REPO/FILE or ollama:NAME")

@@ -85,6 +85,8 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
                 message = json.load(error)["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 message = f"{error.code} {error.reason}"
+        if error.code == 401:
+            message = f"{message.partition(';')[0]}; put the key into the variable {KEY_VARIABLE}"
         raise OSError(f"{args.url}: {message}") from None
     except URLError as error:
         raise OSError(f"{args.url} cannot be reached: {error.reason}; is llamapipe serve running?") from None

@@ -349,10 +349,16 @@ def naming(path: Path) -> Iterator[None]:
 
 def _missing(path: Path) -> str:
     folder = path.parent
+    n_parts = 0 if path.is_absolute() or path.suffix == ".gguf" else len(path.parts)
+    elsewhere = {
+        1: f", or write ollama:{path} for a model of Ollama",
+        2: f", or write hf:{path} for a model of the Hub",
+    }
+    advice = "check the path" + elsewhere.get(n_parts, "")
     if not folder.is_dir():
-        return f"{path} does not exist, nor does its folder {folder}; check the path"
+        return f"{path} does not exist, nor does its folder {folder}; {advice}"
     near = sorted(other.name for other in folder.glob("*.gguf"))[:5]
-    return f"{path} does not exist; " + (f"its folder has {', '.join(near)}" if near else "check the path")
+    return f"{path} does not exist; " + (f"its folder has {', '.join(near)}" if near else advice)
 
 
 def _directory(path: Path) -> str:

@@ -236,7 +236,8 @@ class Answerer:
         known = _OPTIONS | (_CHAT_OPTIONS if chats else frozenset())
         if wrong := sorted(options.keys() - known - set(self._keep)):
             hint = (
-                did_you_mean(wrong[0], known | _KEPT) or "; to copy the column to the result, name it in keep"
+                did_you_mean(wrong[0], known | _KEPT, "SamplingParams")
+                or "; to copy the column to the result, name it in keep"
             )
             raise ValueError(f"{quoted(wrong[0])} is not an option of SamplingParams{hint}")
         if isinstance(biases := options.get("logit_bias"), Mapping):

@@ -83,7 +83,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
     def as_openai(self) -> dict[str, Any]:
         """Return the definition in OpenAI's form. Raises ApiError 400 for a tool of an unknown type."""
         if self.type not in (None, "custom"):
-            hint = did_you_mean(str(self.type), ("custom", *_HOSTED))
+            hint = did_you_mean(str(self.type), ("custom", *_HOSTED), "Anthropic's tools")
             raise ApiError(
                 400,
                 f"the tool {quoted(self.name)} has the type {quoted(self.type)}; it may be 'custom'{hint}",

@@ -14,15 +14,15 @@ it is null, or the type is a ``Lenient`` one. ``docs/reference/server.md`` has t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from llamapipe._messages import did_you_mean
+from llamapipe._messages import did_you_mean, listed
 from llamapipe.server.errors import ApiError
 
 
@@ -175,10 +175,40 @@ def mismatch(message: str, kind: Any) -> ApiError:
         match = pattern.search(message)
         if match:
             field = f"{path}.{match.group(1)}" if path else match.group(1)
-            inner = inner_types(kind).get(path) if path else kind
+            inner = _at(kind, path.split(".") if path else ())
             hint = _hint(match.group(1), inner) if what == "unknown" and inner is not None else ""
             return ApiError(400, f"{what} field: {field}{hint}", field, f"{what}_field")
+    if text.startswith("Invalid enum value") and (values := _values(kind, path)):
+        text = f"{text}; it may be {listed(values)}"
     return ApiError(400, f"{path}: {text}" if path else text, path or None, "invalid_value")
+
+
+def _at(kind: Any, places: Sequence[str]) -> type[msgspec.Struct] | None:
+    """Return the type of the object at a path of members; None if it has no declared fields."""
+    for place in places:
+        kind = (
+            inner_types(kind).get(place)
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+            else None
+        )
+    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+
+
+def _values(kind: Any, path: str) -> list[Any]:
+    """Return the values that a field may have; none if its type is no ``Literal``."""
+    *places, name = path.split(".")
+    owner = _at(kind, places)
+    field = (
+        None
+        if owner is None
+        else next((f for f in msgspec.structs.fields(owner) if f.encode_name == name), None)
+    )
+    if owner is None or field is None:
+        return []
+    hint = get_type_hints(owner)[field.name]
+    return [
+        value for part in (hint, *get_args(hint)) if get_origin(part) is Literal for value in get_args(part)
+    ]
 
 
 def _hint(field: str, kind: Any) -> str:

@@ -42,6 +42,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "parameters": (dict, "a JSON schema, which is an object"),
     "strict": (bool, "true or false"),
 }
+_BESIDE = "in this API, name and parameters stand beside type"
 _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
 _INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ESCAPED_END = re.compile(r"(?<!\\)(?:\\\\)*\\\$\Z")
@@ -192,7 +193,8 @@ def _function(
             if fields[key] is None or fields[key] is False:
                 continue
             if key not in _UNUSED_KEYS:
-                raise ApiError(400, f"{place}: unknown key {quoted(key)}{did_you_mean(key, known)}", "tools")
+                hint = f"; {_BESIDE}" if is_flat and key == kind else did_you_mean(key, known, "tool")
+                raise ApiError(400, f"{place}: unknown key {quoted(key)}{hint}", "tools")
             unused.append(key)
     _check_types(place if inner is tool else f"{place}.{kind}", inner)
     name, about = inner["name"], inner.get("description")

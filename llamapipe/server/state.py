@@ -21,7 +21,7 @@ from llamapipe.llama.model import Model
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._timeline import Timeline
 from llamapipe.server.body_budget import BodyBudget
-from llamapipe.server.errors import no_model, shutting_down
+from llamapipe.server.errors import ApiError, no_model, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.mcp import McpServers, RemoteServers
 from llamapipe.server.metrics import Metrics
@@ -238,7 +238,16 @@ class ServerState(Gate):
         if name not in names and self.settings.any_model_name:
             return names[0]
         if name not in names and not self.is_behind_front:
+            embeds = names == self.embedding_names
+            if name in self.all_names:
+                what = (
+                    "generates texts; one that embeds them"
+                    if embeds
+                    else "embeds texts; one that generates them"
+                )
+                raise ApiError(400, f"the model {quoted(name)} {what} is {listed(names)}", "model")
+            flag = "--embeddings-alias" if embeds else "--alias"
             raise no_model(
-                f"the model {quoted(name)} is not served here; there is {listed(names)} (--alias gives it other names)"
+                f"the model {quoted(name)} is not served here; there is {listed(names)} ({flag} gives it other names)"
             )
         return name

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import llamapipe as lp
 from llamapipe._messages import GIVE_PROJECTOR, ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
 from llamapipe.cli.options import ENGINE, MODEL, read_options
+from llamapipe.server import ServerSettings, serve
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
@@ -59,6 +61,18 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("run demo --think=false hello", "--think=false hello; --no-thinking turns reasoning off (see"),
         ("run demo --keepalive 5m hello", "; leave it out: the model is loaded for this command (see"),
         ("chat -i", "; it is always on; leave the option out (see"),
+        ("run demo hello --num-predict 5", "; use --max-tokens (see"),
+        ("run demo hello --num_ctx 64", "; use --n-ctx (see"),
+        ("ps --api-key a", "; put the key into the variable LLAMAPIPE_API_KEY (see"),
+        ("serve --slots", "--slots; /slots, /props and /metrics are always on; leave the option out (see"),
+        ("serve --pooling mean", "; the embedding model's file determines it;"),
+        ("serve --dtype float16", "; the file determines it; leave the option out (see"),
+        ("serve --tool-call-parser hermes", "; the chat template determines it; leave the option out (see"),
+        ("serve --model_alias a", "; use --alias (see"),
+        ("serve --reasoning-format none", "; each request sets it: the field reasoning_format (see"),
+        ("serve --gpu-memory-utilization 0.9", "; use --n-cells (see"),
+        ("generate --no-display-prompt a", "does not repeat the prompt; leave the option out (see"),
+        ("generate -j {} a", "; use --json-schema (see"),
         ("embed --predict 5 a", "unrecognized arguments: --predict (see"),
     ],
 )
@@ -78,6 +92,39 @@ def test_a_wrong_option_gets_a_hint(arguments: str, message: str, capsys: pytest
 )
 def test_texts_may_come_after_options(arguments: str, name: str, expected: object) -> None:
     assert getattr(_parser().parse_args(arguments.split()), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('path = "a.gguf"', "models.a.path is unknown; use file (see"),
+        ("ctx_size = 64", "models.a.ctx_size is unknown; use n_ctx (see"),
+        ("n-ctxx = 64", "models.a.n_ctxx is unknown; did you mean n_ctx? (see"),
+        (
+            "temperature = 0.5",
+            "models.a.temperature is unknown; it is no option of one model: serve's options set it",
+        ),
+        ("zzz = 1", "models.a.zzz is unknown; there is aliases, "),
+    ],
+)
+def test_an_unknown_key_of_a_models_file_gets_a_hint(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models.toml").write_text(f'[models.a]\nfile = "a.gguf"\n{line}\n')
+    assert message in said(capsys, "serve", "--models", tmp_path / "models.toml")
+
+
+def test_a_missing_key_names_the_variable(
+    demo: lp.Model, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServerSettings(api_keys=("right",))
+    with lp.Engine(demo, n_ctx=64) as engine, serve(engine, settings=settings) as server:
+        advice = "; put the key into the variable LLAMAPIPE_API_KEY\n"
+        assert f"this server asks for an API key{advice}" in said(capsys, "ps", "--url", server.url, status=1)
+        monkeypatch.setenv("LLAMAPIPE_API_KEY", "wrong")
+        assert f"is not one of this server's{advice}" in said(capsys, "ps", "--url", server.url, status=1)
+        monkeypatch.setenv("LLAMAPIPE_API_KEY", "right")
+        assert said(capsys, "ps", "--url", server.url, status=0) == ""
 
 
 def test_no_text_is_taken_twice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -331,6 +331,12 @@ def test_a_missing_file_is_refused_with_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").touch()
     assert "does not exist; its folder has other.gguf" in refusal(tmp_path / "m.gguf")
     assert f"nor does its folder {tmp_path / 'no'}" in refusal(tmp_path / "no" / "m.gguf")
+    assert refusal(Path("no-model")).endswith(
+        "check the path, or write ollama:no-model for a model of Ollama"
+    )
+    assert refusal(Path("owner/no-model")).endswith(
+        "check the path, or write hf:owner/no-model for a model of the Hub"
+    )
     assert "cannot be read" in refusal(tmp_path / "other.gguf" / "m.gguf")
     assert "cannot be read" in refusal(Path(f"{tmp_path}/nul\0.gguf"))
     assert "cannot be read" in refusal(tmp_path / ("n" * 300))

@@ -328,6 +328,8 @@ class TestOptions:
             ({"options": {"stop": ["a"] * 2000}}, "stop has 2000 texts"),
             ({"options": {"n": 2}}, "options.n is 2"),
             ({"options": {"top_kk": 2}}, "did you mean top_k"),
+            ({"options": {"max_tokens": 2}}, "options.max_tokens; use num_predict"),
+            ({"format": "yaml"}, "format: Invalid enum value 'yaml'; it may be '', 'json'"),
             ({"options": {"temprature": 2}}, "did you mean temperature"),
             ({"formatt": "json"}, "did you mean format"),
         ],
@@ -353,8 +355,8 @@ class TestOptions:
             ({"tools": {}}, "tools: "),
             ({"tools": [{}]}, "tool"),
             ({"tools": [{"function": {"name": "f"}}]}, "no place for them"),
-            ({"prompt": "x"}, "unknown field: prompt"),
-            ({"system": "x"}, "unknown field: system"),
+            ({"prompt": "x"}, "unknown field: prompt; use messages"),
+            ({"system": "x"}, "unknown field: system; use messages with the role system"),
             ({"mesages": []}, "did you mean messages"),
         ],
         ids=str,
@@ -408,6 +410,23 @@ class TestNames:
         assert "generates texts" in refused(client, "/api/embed", {"model": "demo", "input": "x"})
         refused(client, "/api/embed", {"model": "other", "input": "x"}, status=404)
         refused(client, "/api/show", {"model": "other"}, status=404)
+        assert "use input" in refused(client, "/api/embed", {"model": "bert", "prompt": "x"})
+        for path, body, message in (
+            (
+                "/v1/embeddings",
+                {"model": "demo", "input": "x"},
+                "'demo' generates texts; one that embeds them is 'bert'",
+            ),
+            (
+                "/v1/completions",
+                {"model": "bert", "prompt": "x"},
+                "'bert' embeds texts; one that generates them is 'demo'",
+            ),
+            ("/v1/embeddings", {"model": "other", "input": "x"}, "(--embeddings-alias gives it other names)"),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == (404 if "other" in message else 400)
+            assert message in answer.json()["error"]["message"]
         with served(engine) as alone:
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "demo", "input": "x"})
             assert "--embeddings" in refused(alone, "/api/embed", {"model": "bert", "input": "x"}, status=404)

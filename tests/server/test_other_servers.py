@@ -190,15 +190,59 @@ class TestFields:
             ("/v1/chat/completions", "keep_alive", "the model stays loaded"),
             ("/v1/chat/completions", "format", "use response_format"),
             ("/v1/completions", "max_tokenz", "did you mean max_tokens?"),
+            ("/v1/chat/completions", "temp", "use temperature"),
+            ("/v1/chat/completions", "max_output_tokens", "use max_tokens"),
+            ("/v1/chat/completions", "prompt", "use messages"),
+            ("/v1/chat/completions", "input", "use messages"),
+            ("/v1/chat/completions", "system", "use messages with the role system"),
+            ("/v1/chat/completions", "stop_sequences", "use stop"),
+            ("/v1/chat/completions", "thinking", "use reasoning_effort"),
+            ("/v1/chat/completions", "enable_thinking", "use chat_template_kwargs"),
+            ("/v1/chat/completions", "timeout", "--timeout sets it"),
+            ("/v1/completions", "tfs_z", "leave it out"),
+            ("/v1/responses", "messages", "use input"),
+            ("/v1/responses", "system", "use instructions"),
+            ("/v1/responses", "response_format", "use text (its member format)"),
+            ("/v1/responses", "reasoning_effort", "use reasoning (its member effort)"),
+            ("/completion", "messages", "use prompt (routes for chats have messages)"),
+            ("/completion", "slot_id", "use id_slot"),
+            ("/tokenize", "text", "use content"),
         ],
     )
     def test_an_unknown_one_names_the_one_here(
         self, client: httpx.Client, path: str, field: str, hint: str
     ) -> None:
-        bodies = {**dict(ROUTES), "/v1/responses": {"input": "a"}}
+        others = {"/v1/responses": {"input": "a"}, "/completion": {"prompt": "a"}, "/tokenize": {}}
+        bodies = {**dict(ROUTES), **others}
         error = refused(client, path, {**bodies[path], field: 1})
         assert error["message"].startswith(f"unknown field: {field}; ")
         assert hint in error["message"]
+
+    @pytest.mark.parametrize(
+        ("path", "change", "message"),
+        [
+            (
+                "/v1/chat/completions",
+                {"response_format": {"type": "json"}},
+                "response_format.type: Invalid enum value 'json'; it may be 'text', 'json_object', 'json_schema'",
+            ),
+            (
+                "/v1/responses",
+                {"text": {"format": {"type": "json_schema", "json_schema": {}}}},
+                "unknown field: text.format.json_schema; use schema",
+            ),
+            (
+                "/v1/responses",
+                {"tools": [{"type": "function", "function": {"name": "f"}}]},
+                "tools.0: unknown key 'function'; in this API, name and parameters stand beside type",
+            ),
+        ],
+    )
+    def test_a_form_of_another_api_is_told_apart(
+        self, client: httpx.Client, path: str, change: dict[str, Any], message: str
+    ) -> None:
+        body = {**dict(ROUTES), "/v1/responses": {"input": "a"}}[path]
+        assert refused(client, path, {**body, **change})["message"] == message
 
     @on_both
     def test_no_limit_of_tokens(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:

@@ -66,6 +66,7 @@ class StreamReader(NotCopyable):
 
     engine: object = None  # kept alive by its streams
     observed: Observation | None = None
+    _first_token_at: float | None = None
 
     def __init__(self, engine_thread: EngineThread, deadline: float | None) -> None:
         self._engine_thread = engine_thread
@@ -103,6 +104,11 @@ class StreamReader(NotCopyable):
         return None if request is None else request.left_queue_at
 
     @property
+    def first_token_at(self) -> float | None:
+        """When the first token was read, by ``time.perf_counter``; None until then."""
+        return self._first_token_at
+
+    @property
     def prompt_progress(self) -> PromptProgress | None:
         """The progress of the prompt; None while the request waits for its first slot."""
         request = getattr(self, "_request", None)
@@ -118,6 +124,8 @@ class StreamReader(NotCopyable):
             self.observed_end(item.error)
             raise item.error
         delta: Delta = item
+        if self._first_token_at is None and delta.token_ids:
+            self._first_token_at = perf_counter()
         if delta.finish_reason is not None:
             self._done = True
             if self.observed is not None:
@@ -200,6 +208,11 @@ class ChatReader(NotCopyable, Generic[S]):
     def slot_at(self) -> float | None:
         """When the request got its first slot, by ``time.perf_counter``; None while it waits."""
         return None if self._stream is None else self._stream.slot_at
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token was read, by ``time.perf_counter``, even if its text is held back; None until then."""
+        return None if self._stream is None else self._stream.first_token_at
 
     @property
     def prompt_progress(self) -> PromptProgress | None:

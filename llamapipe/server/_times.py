@@ -69,10 +69,11 @@ class RequestTimes:
             self._counts[2] += answer.n_accepted_tokens
 
     def token_arrived(self) -> None:
-        """Record that a token of a stream has arrived."""
+        """Record that a token of a stream has arrived. The first ones may have come earlier: a call arrives whole."""
         self.last_at = perf_counter()
         if self.first_at is None:
-            self.first_at = self.last_at
+            firsts = [s for stream in self._streams if (s := stream.first_token_at) is not None]
+            self.first_at = min(firsts, default=self.last_at)
 
     @property
     def was_computed(self) -> bool:

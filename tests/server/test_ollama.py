@@ -505,6 +505,19 @@ class TestThinkingAndTools:
             result = {"role": "tool", "tool_name": "get_weather", "content": "sunny"}
             assert whole(client, "/api/chat", {**body, "messages": [*COW, answer, result]})["done"]
 
+    def test_a_call_that_comes_whole_took_its_time(self, tmp_path: Path) -> None:
+        said = json.dumps(
+            {"name": "get_weather", "arguments": FULL}
+        )  # not marked: nothing of it is sent before its end
+        with self.model_that_says(tmp_path, "Hermes", said) as client:
+            body = {**CHAT, "tools": TOOLS, "options": {"temperature": 0}}
+            for last in (whole(client, "/api/chat", body), lines(client, "/api/chat", body)[-1]):
+                assert last["eval_count"] > 8 and last["eval_duration"] > 1000 * last["eval_count"]
+            asked = {"messages": COW, "tools": TOOLS, "temperature": 0, "stream": True}
+            events = client.post("/v1/chat/completions", json=asked).text.split("data: ")
+            (times,) = [json.loads(event)["timings"] for event in events if '"timings"' in event]
+            assert times["predicted_ms"] > 1e-3 * times["predicted_n"] > 8e-3
+
     def test_a_tool_needs_no_type(self, tmp_path: Path) -> None:
         with self.model_that_says(tmp_path, "Hermes", FAMILIES["Hermes"].full) as client:
             body = {**CHAT, "tools": [{"function": FUNCTION}], "options": {"temperature": 0}}

@@ -21,7 +21,7 @@ from llamapipe.llama.model import Model
 from llamapipe.server._client_request import ClientRequest
 from llamapipe.server._timeline import Timeline
 from llamapipe.server.body_budget import BodyBudget
-from llamapipe.server.errors import ApiError, no_model, shutting_down
+from llamapipe.server.errors import no_model, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.mcp import McpServers, RemoteServers
 from llamapipe.server.metrics import Metrics
@@ -245,7 +245,7 @@ class ServerState(Gate):
                     if embeds
                     else "embeds texts; one that generates them"
                 )
-                raise ApiError(400, f"the model {quoted(name)} {what} is {listed(names)}", "model")
+                raise no_model(f"the model {quoted(name)} {what} is {listed(names)}")
             flag = "--embeddings-alias" if embeds else "--alias"
             raise no_model(
                 f"the model {quoted(name)} is not served here; there is {listed(names)} ({flag} gives it other names)"

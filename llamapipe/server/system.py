@@ -127,9 +127,14 @@ async def model_info(exchange: Exchange) -> Response:
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
     embedder = state.embedder
-    is_chat = name in (*state.model_names, *state.adapter_names) or embedder is None
-    n_ctx = state.engine.n_ctx if is_chat or embedder is None else embedder.n_ctx
-    model = state.engine.model if state.has_engine and is_chat else None
+    is_chat = name in (*state.chat_names, *state.adapter_names) or embedder is None
+    owner = state.engine if is_chat or embedder is None else embedder
+    model = owner.model
+    reads = {
+        "text": True,
+        "image": is_chat and model.supports_images,
+        "audio": is_chat and model.supports_audio,
+    }
     is_adapter = name in state.adapter_names
     return {
         **({"root": state.model_names[0], "parent": state.model_names[0]} if is_adapter else {}),
@@ -141,8 +146,21 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(state.created, timezone.utc).isoformat(),
         "lifecycle": "active",
         "owned_by": "llamapipe",
-        "max_model_len": n_ctx,
-        "max_input_tokens": n_ctx,
-        "supports_images": model is not None and model.supports_images,
-        "supports_audio": model is not None and model.supports_audio,
+        "max_model_len": owner.n_ctx,
+        "max_input_tokens": owner.n_ctx,
+        "supports_images": reads["image"],
+        "supports_audio": reads["audio"],
+        # Of llama-server.
+        "architecture": {
+            "input_modalities": [kind for kind, is_read in reads.items() if is_read],
+            "output_modalities": ["text"],
+        },
+        "meta": {
+            "n_vocab": model.n_vocab,
+            "n_ctx": owner.n_ctx,
+            "n_ctx_train": model.n_ctx_train,
+            "n_embd": model.n_embd,
+            "n_params": model.n_params,
+            "size": model.size_bytes,
+        },
     }

@@ -72,6 +72,16 @@ def test_any_model_name(engine: lp.Engine, embedder: lp.Embedder) -> None:
         assert httpx.post(f"{server.url}/api/chat", json=body).status_code == 200
 
 
+def test_the_list_of_models_says_what_each_is(url: str, engine: lp.Engine, embedder: lp.Embedder) -> None:
+    """In llama-server's words, too, which its clients read to divide the context."""
+    for entry, owner in zip(httpx.get(f"{url}/v1/models").json()["data"], (engine, embedder), strict=True):
+        assert entry["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
+        assert entry["max_model_len"] == entry["meta"].pop("n_ctx") == owner.n_ctx
+        names = ("n_vocab", "n_ctx_train", "n_embd", "n_params")
+        sizes = {name: getattr(owner.model, name) for name in names}
+        assert entry["meta"] == {**sizes, "size": owner.model.size_bytes}
+
+
 def test_a_server_that_only_embeds(embedder: lp.Embedder) -> None:
     """It has no engine: what generates says so, the rest works."""
     with http_client(None, embedder=embedder, ollama=True) as client:

@@ -58,6 +58,11 @@ def test_what_the_model_takes(url: str) -> None:
             assert body["modalities"] == {"vision": True, "audio": False, "video": False}
         else:
             assert body["supports_images"] and not body["supports_audio"]
+        if path == "/v1/models":
+            assert body["architecture"] == {
+                "input_modalities": ["text", "image"],
+                "output_modalities": ["text"],
+            }
     with urllib.request.urlopen(url + "/metrics") as answer:
         assert b"llamapipe_encoded_media_total" in answer.read()
 

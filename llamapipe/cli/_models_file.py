@@ -165,8 +165,13 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
 
 
 def _place(file: str, folder: Path) -> str:
-    """Return a path relative to the list's folder; names on the Hub or in Ollama's store are unchanged."""
-    return file if file.startswith(("hf:", OLLAMA)) else str(folder / file)
+    """Return a path relative to the list's folder or to ``~``; names on the Hub or in Ollama's store are unchanged."""
+    if file.startswith(("hf:", OLLAMA)):
+        return file
+    try:
+        return str(folder / path_of(file))
+    except ValueError as e:  # there is no home folder
+        raise UsageError(f"--models: {e}") from None
 
 
 def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:

@@ -49,6 +49,7 @@ from llamapipe.gguf.reader import parse_head
 from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
+from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import model_of, shown_name
 from llamapipe.structured.compile import prepare_vocabulary
 
@@ -509,6 +510,10 @@ def _serve_models(args: argparse.Namespace, settings: ServerSettings) -> int:
             _check_package("huggingface_hub", "hub", f"--models: {entry.name}")
         if sees_images(entry):
             _check_package("PIL", "media", f"--models: mmproj of {entry.name}")
+        if entry.is_local and not entry.file.startswith(OLLAMA) and not Path(entry.file).exists():
+            _log.warning(
+                "--models: the file of %s does not exist: %s; requests for it get 503", entry.name, entry.file
+            )
     free, most = free_memory(), memory_limit()
     if args.memory is not None and most is not None and args.memory > most:
         raise UsageError(

@@ -123,6 +123,22 @@ def test_what_an_option_needs_is_asked_for_at_the_start(
     assert f"{package}, which is not installed: pip install 'llamapipe[{extra}]'" in said.replace('"', "'")
 
 
+def test_a_missing_file_of_a_models_file_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(tmp_path / "tiny.gguf")
+    (tmp_path / "a.toml").write_text(
+        '[models.a]\nfile = "tiny.gguf"\n[models.b]\nfile = "tyni.gguf"\n[models.c]\nfile = "~/tiny.gguf"\n'
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ServerProcess("--models", "a.toml", cwd=tmp_path) as server:
+        assert "--models: the file of b does not exist: tyni.gguf; requests for it get 503" in server.log()
+        assert "the file of a " not in server.log()
+        assert "the file of c " not in server.log()
+        answer = httpx.post(f"{server.url}/v1/completions", json={"model": "b", "prompt": "x"}, timeout=120)
+        assert answer.status_code == 503 and "tyni.gguf" in answer.json()["error"]["message"]
+
+
 def test_a_projector_that_was_found_and_no_pillow(tmp_path: Path) -> None:
     """The server starts, says so, and refuses images with a reason."""
     model_with_tile_tokens(tmp_path / "text.gguf")

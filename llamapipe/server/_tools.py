@@ -369,7 +369,12 @@ def _chosen(tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat
     name = inner.get("name") if isinstance(inner, Mapping) else None
     space = inner.get("namespace") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
-        raise ApiError(400, f"tool_choice: the type {quoted(kind)} needs a name", "tool_choice.name")
+        form = '"name": …' if is_flat else f'"{kind}": {{"name": …}}'
+        raise ApiError(
+            400,
+            f'tool_choice must have the form {{"type": "{kind}", {form}}} in this API',
+            "tool_choice.name" if is_flat else f"tool_choice.{kind}.name",
+        )
     is_namespace = kind == "namespace"
     functions = named.get((is_namespace, name), [])
     if not is_namespace and space is not None:

@@ -233,6 +233,22 @@ class TestFields:
             ),
             (
                 "/v1/responses",
+                {
+                    "tools": [{"type": "function", "name": "f"}],
+                    "tool_choice": {"type": "function", "function": {"name": "f"}},
+                },
+                'tool_choice must have the form {"type": "function", "name": …} in this API',
+            ),
+            (
+                "/v1/chat/completions",
+                {
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                    "tool_choice": {"type": "function", "name": "f"},
+                },
+                'tool_choice must have the form {"type": "function", "function": {"name": …}} in this API',
+            ),
+            (
+                "/v1/responses",
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
                 "tools.0: unknown key 'function'; in this API, name and parameters stand beside type",
             ),

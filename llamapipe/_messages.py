@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import wraps
 from inspect import iscoroutinefunction
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 from llamapipe._options import ENGINE, MODEL, TUNING
 from llamapipe._sampling_table import BY_NAME, OPTIONS
@@ -33,6 +33,7 @@ _GUESSES = (
 )
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
+_COUNTS = "it has n_prompt_tokens, n_cached_tokens and n_completion_tokens"
 _ALWAYS_ON = "it is always on; leave the option out"
 _ROUTES_ON = "/slots, /props and /metrics are always on; leave the option out"
 _FROM_TEMPLATE = "the chat template determines it; leave the option out"
@@ -70,6 +71,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "tokenize": "the model has it: engine.model.tokenize",
         "detokenize": "the model has it: engine.model.detokenize",
     },
+    # Attributes of other libraries' results.
+    "Completion": {"outputs": ("choices",), "usage": _COUNTS, **dict.fromkeys(("content", "response"), ("text",))},
+    "ChatCompletion": {"outputs": ("choices",), "usage": _COUNTS, **dict.fromkeys(("text", "response"), ("content",))},
+    "Delta": {"content": ("text",)},
+    "ChatDelta": {"text": ("content",)},
     # Attributes of llama-cpp-python.
     "Llama": {
         "_scores": _SCORES,
@@ -119,7 +125,10 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "Anthropic's tools": {"function": "in this API, a tool has name, description and input_schema"},
     "tool choice": {"any": ("required",)},
     # Keywords of calls.
-    "call": {"stream": "use engine.stream or engine.stream_chat"},
+    "call": {
+        "stream": "use engine.stream or engine.stream_chat",
+        "system": 'give a message with the role: {"role": "system", "content": …}',
+    },
     # Options of llama.cpp's programs, then of vLLM.
     "command line": {
         **{name: (f"--{option.name.replace('_', '-')}",) for option in OPTIONS for name in option.elsewhere},
@@ -345,6 +354,14 @@ def unknown_attribute(owner: str, name: str, known: Iterable[str], place: str = 
     hint = did_you_mean(name, [other for other in known if not other.startswith("_")], place)
     # With a name and no object, Python's traceback adds no suggestion.
     return AttributeError(f"{owner} has no attribute {quoted(name)}{hint}", name=name)
+
+
+def explain_attribute(self: object, name: str) -> NoReturn:
+    """Raise AttributeError for a missing attribute of a result: use it as the ``__getattr__`` of a class."""
+    kind = type(self)
+    if name.startswith("_") or hasattr(kind, name):  # private, or a property that raised
+        object.__getattribute__(self, name)
+    raise unknown_attribute(f"{kind.__name__!r} object", name, dir(self), kind.__name__)
 
 
 def missing_import(module: str, name: str) -> Exception:

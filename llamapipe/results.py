@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from llamapipe._messages import explain_attribute
 from llamapipe.chat.results import ToolCall, ToolCallDelta
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
@@ -153,6 +154,9 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     n_drafted_tokens: int = 0
     n_accepted_tokens: int = 0
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+        __getattr__ = explain_attribute
 
     def __repr__(self) -> str:
         first = self.choices[0]
@@ -426,6 +430,9 @@ class ChatCompletion:
     n_drafted_tokens: int = 0
     n_accepted_tokens: int = 0
 
+    if not TYPE_CHECKING:  # a type checker would accept any name
+        __getattr__ = explain_attribute
+
     def __repr__(self) -> str:
         first = self.choices[0]
         return (
@@ -485,6 +492,10 @@ class ChatDelta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: ChatFinishReason | None
     stop_string: str | None = None
+
+
+for _part in (Delta, ChatDelta):  # to a type checker, the body of a NamedTuple has fields and methods only
+    setattr(_part, "__getattr__", explain_attribute)  # noqa: B010
 
 
 def call_message(call: ToolCall, as_written: bool = False) -> dict[str, object]:

@@ -26,6 +26,7 @@ def open_engine(demo: lp.Model) -> Any:
 Engine: Any = lp.Engine
 Model: Any = lp.Model
 Params: Any = lp.SamplingParams
+ONE = lp.SamplingParams(max_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,13 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
         (lambda e: e.tokenize("a"), "tokenize", "engine.model.tokenize"),
         (lambda e: e.create_chat_completion([]), "create_chat_completion", "llamapipe.compat.Llama"),
         (lambda e: e.generate("a", stream=True), "stream", "use engine.stream"),
+        (lambda e: e.chat("a", system="b"), "system", '"role": "system"'),
+        (lambda e: e.generate("a", ONE).content, "content", "use text"),
+        (lambda e: e.generate("a", ONE).usage, "usage", "n_prompt_tokens"),
+        (lambda e: e.chat("a", ONE).text, "text", "use content"),
+        (lambda e: e.chat("a", ONE).contents, "contents", "did you mean content"),
+        (lambda e: next(e.stream("a", ONE)).content, "content", "use text"),
+        (lambda e: next(e.stream_chat("a", ONE)).text, "text", "use content"),
         (lambda e: e.chat("a", stream=True), "stream", "engine.stream_chat"),
         (lambda e: e.stream("a").cancle(), "cancle", "cancel"),
         (lambda e: e.generate("a", max_token=3), "max_token", "max_tokens"),

@@ -34,6 +34,7 @@ _GUESSES = (
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
 _COUNTS = "it has n_prompt_tokens, n_cached_tokens and n_completion_tokens"
+_IN_CHATS = {f"--{name}": f"type /{name} FILE in the conversation" for name in ("image", "save")}
 _ALWAYS_ON = "it is always on; leave the option out"
 _ROUTES_ON = "/slots, /props and /metrics are always on; leave the option out"
 _FROM_TEMPLATE = "the chat template determines it; leave the option out"
@@ -185,7 +186,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(("--slots", "--props"), _ROUTES_ON),
         **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "the server speaks plain HTTP; use a proxy for TLS"),
         **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use llamapipe chat"),
-        "--models-dir": "use --models DIR",
+        **dict.fromkeys(("--models-dir", "--model-dir"), "use --models DIR"),
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
         "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
@@ -198,6 +199,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "bench": {"-p": "use --prompt-tokens"},
     "serve": {"-p": "use --port"},
     "run": {
+        **_IN_CHATS,
         **dict.fromkeys(("-m", "--model"), "name the model without an option: llamapipe run MODEL"),
         # Options of ollama run.
         "--format": "use --json-schema",
@@ -210,7 +212,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         dict.fromkeys(("--port", "--host", "-p"), "use --url http://HOST:PORT")
         | dict.fromkeys(("--api-key", "--api-key-file"), "put the key into the variable LLAMAPIPE_API_KEY"),
     ),
-    "chat": dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
+    "chat": _IN_CHATS | dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _ALWAYS_ON),
     # Commands of Ollama and of other programs, and Ollama's and llama-cli's in a conversation.
     "commands": {
         "list": "use llamapipe models",

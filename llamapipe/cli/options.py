@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import re
 import sys
 import time
@@ -25,6 +26,7 @@ from llamapipe.arguments import path_of
 from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.engine import with_tuning
+from llamapipe.host.cores import usable_cores
 from llamapipe.hub import PREFIX, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import model_of, short_names
@@ -424,6 +426,16 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
     """Make an engine. An ``n_ctx`` of 0 means the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
+    n_cores = usable_cores()
+    for name in ("n_threads", "n_threads_batch"):
+        if (n := options.get(name)) is not None and n > n_cores:
+            logging.getLogger("llamapipe").warning(
+                "--%s is %d, but this process may use %d cores: more threads than free cores make each step many "
+                "times slower; leave it out",
+                name.replace("_", "-"),
+                n,
+                n_cores,
+            )
     with usage_errors():
         return lp.Engine(model, **with_tuning(options))
 

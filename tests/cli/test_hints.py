@@ -10,6 +10,7 @@ import llamapipe as lp
 from llamapipe._messages import GIVE_PROJECTOR, ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
 from llamapipe.cli.options import ENGINE, MODEL, read_options
+from llamapipe.host.cores import usable_cores
 from llamapipe.server import ServerSettings, serve
 
 
@@ -68,6 +69,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
         ("serve --pooling mean", "; the embedding model's file determines it;"),
         ("serve --dtype float16", "; the file determines it; leave the option out (see"),
         ("serve --tool-call-parser hermes", "; the chat template determines it; leave the option out (see"),
+        ("serve --model-dir models", "; use --models DIR (see"),
+        ("chat --image a.png", "; type /image FILE in the conversation (see"),
+        ("run demo --save a.json", "; type /save FILE in the conversation (see"),
         ("serve --model_alias a", "; use --alias (see"),
         ("serve --reasoning-format none", "; each request sets it: the field reasoning_format (see"),
         ("serve --gpu-memory-utilization 0.9", "; use --n-cells (see"),
@@ -92,6 +96,20 @@ def test_a_wrong_option_gets_a_hint(arguments: str, message: str, capsys: pytest
 )
 def test_texts_may_come_after_options(arguments: str, name: str, expected: object) -> None:
     assert getattr(_parser().parse_args(arguments.split()), name) == expected
+
+
+def test_more_threads_than_cores_are_told(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    n = usable_cores()
+    command = ("generate", "-n", "1", "-c", "32", "--temp", "0", "Once", "-t")
+    said(capsys, *command, str(n), status=0)
+    assert not caplog.messages
+    said(capsys, *command, str(n + 1), status=0)
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"--n-threads is {n + 1}, but this process may use {n} cores: more threads than free"
+    )
 
 
 @pytest.mark.parametrize(

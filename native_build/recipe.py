@@ -65,13 +65,13 @@ __asm__(".section .drectve,\"yn\"\n"
   cmake_language(DEFER CALL llamapipe_library mtmd)
 endif()
 """
-# zig links no bundles, as which CMake links modules on macOS. dlopen() opens dynamic libraries just as well.
-_MAC_MODULES = """set(CMAKE_SHARED_MODULE_CREATE_C_FLAGS "-dynamiclib")
-set(CMAKE_SHARED_MODULE_CREATE_CXX_FLAGS "-dynamiclib")
+# zig links no bundles, as which CMake links modules on macOS. dlopen() opens dynamic libraries just as well. And CMake
+# 3.25 finds out on a Mac only that there are run paths, by which libraries name each other.
+_MAC_MODULES = """foreach(language C CXX)
+  set(CMAKE_SHARED_MODULE_CREATE_${language}_FLAGS "-dynamiclib")
+  set(CMAKE_SHARED_LIBRARY_RUNTIME_${language}_FLAG "-Wl,-rpath,")
+endforeach()
 """
-# Darwin 20 is macOS 11: libraries name each other by run path, which older CMake does for systems that have it. The tool
-# is never called, as no run path is changed, but CMake wants to know of one.
-_MAC_ARGUMENTS = ("-DCMAKE_SYSTEM_VERSION=20", "-DCMAKE_INSTALL_NAME_TOOL=none")
 # As `_ARM_VARIANTS`, for Apple's processors. zig's clang takes the name of one instead of an architecture.
 _MAC_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml")
   function(add_dependencies target)
@@ -152,7 +152,8 @@ class Recipe:
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
             *modes,
-            *(_MAC_ARGUMENTS if self.options.system is MACOS else ()),
+            # Nothing calls it, as no run path is changed, but CMake wants to know of one.
+            *(("-DCMAKE_INSTALL_NAME_TOOL=none",) if self.options.system is MACOS else ()),
         )
 
     @property

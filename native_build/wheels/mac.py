@@ -30,20 +30,23 @@ def problems(wheel: Path) -> Iterator[str]:
         files = sorted(path for path in Path(name).rglob("*") if path.suffix in (".so", ".dylib"))
         if not files:
             yield f"{wheel.name} holds no program file"
-        names = {path.name for path in files}
         for path in files:
             for header in MachO(str(path)).headers:
-                for problem in _problems(header, processor, (int(major), int(minor)), names):
+                for problem in _problems(header, processor, (int(major), int(minor)), path.parent):
                     yield f"{path.relative_to(name)}: {problem}"
 
 
-def _problems(header: MachOHeader, processor: str, oldest: tuple[int, int], names: set[str]) -> Iterator[str]:
+def _problems(header: MachOHeader, processor: str, oldest: tuple[int, int], folder: Path) -> Iterator[str]:
     if header.header.cputype & 0xFFFFFFFF != _PROCESSORS[processor]:
         yield f"is for processor {header.header.cputype:#x}, not for {processor}"
-    libraries, signed, version = [], False, None
+    libraries: list[str] = []
+    run_paths: list[str] = []
+    signed, version = False, None
     for load, command, data in header.commands:
         if load.cmd in _LIBRARY_COMMANDS:
             libraries.append(bytes(data).rstrip(b"\0").decode())
+        elif load.cmd == mach_o.LC_RPATH:
+            run_paths.append(bytes(data).rstrip(b"\0").decode())
         elif load.cmd == mach_o.LC_BUILD_VERSION:
             version = (command.minos >> 16, command.minos >> 8 & 0xFF)
         elif load.cmd == mach_o.LC_VERSION_MIN_MACOSX:
@@ -55,12 +58,17 @@ def _problems(header: MachOHeader, processor: str, oldest: tuple[int, int], name
     if processor == "arm64" and not signed:
         yield "is not signed"
     for library in libraries:
-        folder, _, file = library.rpartition("/")
-        if folder in ("@rpath", "@loader_path"):
-            if file not in names:
-                yield f"asks for {library}, which the wheel lacks"
-        elif not folder.startswith("/usr/lib"):
+        if library.startswith("@rpath/"):
+            places = [f"{run_path}/{library.removeprefix('@rpath/')}" for run_path in run_paths]
+        elif library.startswith("@"):
+            places = [library]
+        elif library.startswith("/usr/lib/"):
+            continue
+        else:
             yield f"asks for {library}, which is not of the system"
+            continue
+        if not any(Path(place.replace("@loader_path", str(folder))).is_file() for place in places):
+            yield f"asks for {library}, which is not where it looks ({', '.join(run_paths) or 'no run path'})"
     for name in _found_when_loaded(header):
         if not name.startswith("_Py"):
             yield f"asks for {name}, which no library that it names has"

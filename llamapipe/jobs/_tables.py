@@ -97,7 +97,7 @@ def _type_of(value: object) -> type:
 
 
 def _write_csv(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         for row in rows:

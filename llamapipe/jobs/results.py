@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llamapipe.chat.halves import whole
 from llamapipe.host import files
 from llamapipe.jobs import _tables
 from llamapipe.jobs.records import STDIN, format_of
@@ -88,7 +89,8 @@ class ResultFile:
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
         """Append the result of a record. Raises OSError, for example when the disk is full."""
         row = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
-        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        # Half an emoji, which JSON can escape, would make the whole file unreadable as UTF-8.
+        line = whole(json.dumps(row, ensure_ascii=False)).encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
         try:

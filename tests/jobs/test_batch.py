@@ -919,6 +919,25 @@ def test_ids_of_parquet(talker: lp.Engine, tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in out.read_bytes().splitlines()] == ["2026-01-02", None]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_half_an_emoji_leaves_a_file_that_others_can_read(
+    talker: lp.Engine, tmp_path: Path, ending: str
+) -> None:
+    """JSON can escape a lone surrogate; UTF-8, and so every reader of the results, cannot have one."""
+    records = [{"prompt": "a", "id": "\ud83d!", "name": ["\ud83d\ude00"]}, {"prompt": "b\ud83d"}]
+    (tmp_path / "in.jsonl").write_text(lines(*records))
+    out = tmp_path / f"out.{ending}"
+    for _ in range(2 if ending == "jsonl" else 1):
+        done = lp.run_batch(tmp_path / "in.jsonl", talker, GREEDY, output=out, keep=["name"])
+    assert done.n_done + done.n_skipped == 2
+    if ending == "parquet":
+        table = parquet.read_table(out).to_pylist()
+        assert (table[0]["id"], table[0]["name"]) == ("\N{REPLACEMENT CHARACTER}!", '["\N{GRINNING FACE}"]')
+    else:
+        assert "\N{REPLACEMENT CHARACTER}!" in out.read_text(encoding="utf-8")
+        assert "\N{GRINNING FACE}" in out.read_text(encoding="utf-8")
+
+
 def test_biases_of_a_line(job: Callable[..., Any], talker: lp.Engine) -> None:
     token = talker.model.tokenize(" the", add_special=False)[0]
     line = {"prompt": "Once", "logit_bias": {str(token): 100.0}, "max_tokens": 2}

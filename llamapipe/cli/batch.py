@@ -29,7 +29,7 @@ from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.cli.ps import add_server_arguments
 from llamapipe.jobs.answers import Answerer, AnswerRequest, check_template
 from llamapipe.jobs.batch import AHEAD
-from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, read_records
+from llamapipe.jobs.records import STDIN, check_columns, count_records, format_of, is_pipe, read_records
 from llamapipe.jobs.results import is_complete, lines_of, open_output
 from llamapipe.jobs.run import BatchSummary, run_job
 
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
                 results,
                 n_ahead=AHEAD * engine.n_seq_max,
                 ordered=not args.unordered,
-                slow=args.input == STDIN,
+                slow=is_pipe(args.input),
                 on_progress=shown.show,
             )
         except KeyboardInterrupt:

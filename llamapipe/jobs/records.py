@@ -8,6 +8,7 @@ import json
 import operator
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def check_columns(path: Path, names: Collection[str]) -> None:
 
     JSON lines may have different fields, so one record that has the column is enough.
     """
-    if not names or path == STDIN or path.is_fifo():
+    if not names or is_pipe(path):
         return
     seen: dict[str, None] = {}
     for record in islice(read_records(path), _N_LOOKED_AT):
@@ -125,6 +126,11 @@ def format_of(path: Path) -> str:
     return ending
 
 
+def is_pipe(path: Path) -> bool:
+    """Return whether a file can be read only once, and the next record may take long: standard input, a named pipe."""
+    return path == STDIN or path.is_fifo()
+
+
 def _is_compressed(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
@@ -152,8 +158,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def read_records(path: Path) -> Iterator[Record]:
     """Read the records of a file in order. Blank lines do not count. ``STDIN``: JSON lines from standard input.
 
-    Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file that has no header or is not
-    UTF-8, a damaged gzip file, or a file that is not Parquet.
+    Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file without a header, with two
+    columns of one name, or not in UTF-8, a damaged gzip file, or a file that is not Parquet.
     """
     match format_of(path):
         case "csv":
@@ -177,9 +183,9 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """Estimate a file's number of records, by lines for JSON lines. None for standard input and a bad CSV file."""
+    """Estimate a file's number of records, by lines for JSON lines. None for pipes and a bad CSV file."""
     kind = format_of(path)
-    if path == STDIN:
+    if is_pipe(path):
         return None
     if kind == "parquet":
         return _tables.count_parquet(path)
@@ -230,11 +236,16 @@ def _parsed(index: int, number: int, line: bytes) -> Record:
 
 def _csv_records(path: Path) -> Iterator[Record]:
     with _opened(path) as file:
+        # Python's limit, 128 KiB for the whole process, would end the job at the first long text.
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         try:
             names = next(rows, None)
             if not names:
                 raise ValueError(f"{path} has no header: its first line must name the columns")
+            twice = next((name for name, n in Counter(names).items() if name and n > 1), None)
+            if twice is not None:
+                raise ValueError(f"the header of {path} names two columns {quoted(twice)}; rename one")
             for index, row in enumerate(row for row in rows if row):
                 if len(row) != len(names):
                     problem = (

@@ -247,6 +247,25 @@ class TestKinds:
         assert "longer than" in str(first.problem)
         assert second == Record(1, {"prompt": "b"})
 
+    def test_a_csv_file_with_a_long_text(self, tmp_path: Path) -> None:
+        """Python's own limit, 128 KiB, would end the job."""
+        path = tmp_path / "long.csv"
+        path.write_text(f"id,text\n1,{'a ' * 2**17}\n2,b\n")
+        assert [record.id for record in read_records(path)] == ["1", "2"]
+
+    @pytest.mark.parametrize(("header", "name"), [("text,id,text", "text"), ("a,,b,", None)])
+    def test_a_csv_file_with_two_columns_of_a_name(
+        self, tmp_path: Path, header: str, name: str | None
+    ) -> None:
+        """Only the values of the last one would be read; spreadsheets leave the names of empty columns out."""
+        path = tmp_path / "twice.csv"
+        path.write_text(header + "\n" + "x," * header.count(",") + "y\n")
+        if name is None:
+            assert len(list(read_records(path))) == 1
+        else:
+            with pytest.raises(ValueError, match=f"names two columns '{name}'; rename one"):
+                list(read_records(path))
+
     @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}"])
     def test_wrong_templates_are_refused(self, talker: lp.Engine, template: str) -> None:
         with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
@@ -585,6 +604,21 @@ class TestCommand:
             said = process.stderr.read()
         assert process.returncode == 130, said
         assert "rror" not in said
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+    def test_a_named_pipe_that_stays_open(self, tmp_path: Path) -> None:
+        """Its records are not counted first, which would take them, and do not wait for one another."""
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        os.mkfifo(source)
+        assert count_records(source) is None
+        with batch(tmp_path) as process:
+            with source.open("w") as pipe:
+                pipe.write(lines("Tale"))
+                pipe.flush()
+                wait_until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 0))
+            _, said = process.communicate()
+        assert process.returncode == 0, said
+        assert len(out.read_bytes().splitlines()) == 1
 
     def test_a_closed_standard_input(self, tmp_path: Path) -> None:
         words = ["batch", "-", "-o", str(tmp_path / "out.jsonl")]

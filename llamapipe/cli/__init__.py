@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done, or ``serve`` was ended by Ctrl-C or SIGTERM, even while a model loads; 1: failed, with one message on
     stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader of the output closed it, as with ``| head``.
     """
-    if sys.stdout is None:  # started with a closed stdout: discard the output
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            return main(argv)
+    for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+        if stream is None:  # it was closed at the start: discard what is written to it
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect(nowhere):
+                return main(argv)
     with suppress(AttributeError):  # a replaced stdout may not have it
         # Windows' own encoding lacks most of what models write.
         encoding = "utf-8" if sys.platform == "win32" else None

@@ -412,6 +412,24 @@ class TestGenerate:
         )
         assert (done.returncode, done.stderr) == (0, b"")
 
+    def test_a_closed_stderr(self, tmp_path: Path) -> None:
+        """Its messages are discarded, and are not written among the output."""
+        for words, status, text in (
+            (("generate", *GREEDY, STORY), 0, b"."),
+            (("generate", "-m", "nowhere.gguf", STORY), 1, b""),
+            (("generate", "--nothing"), 2, b""),
+        ):
+            done = subprocess.run(
+                ["sh", "-c", 'exec "$@" 2>&-', "sh", *command(*words)],
+                stdout=subprocess.PIPE,
+                cwd=tmp_path,
+                env=environment(),
+                timeout=240,
+                check=False,
+            )
+            assert done.returncode == status
+            assert text in done.stdout if text else not done.stdout
+
     def test_output_that_is_not_unicode(self, tmp_path: Path) -> None:
         text = ok(
             "generate",

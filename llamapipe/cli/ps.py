@@ -66,12 +66,16 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     """Request a path of the server and decode the answer. ``body``: None for GET. Raises UsageError, OSError."""
+    from http.client import HTTPException, InvalidURL
     from urllib.error import HTTPError, URLError  # large, and `serve` needs only this module's names
     from urllib.request import ProxyHandler, Request, build_opener
 
+    wrong_url = UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
     if urlsplit(args.url).scheme not in ("http", "https"):
-        raise UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
-    key = os.environ.get(KEY_VARIABLE)
+        raise wrong_url
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"the variable {KEY_VARIABLE} must hold a key in printable ASCII")
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     data = None if body is None else json.dumps(body).encode()
     request = Request(args.url.rstrip("/") + path, data, headers)
@@ -90,5 +94,10 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
         raise OSError(f"{args.url}: {message}") from None
     except URLError as error:
         raise OSError(f"{args.url} cannot be reached: {error.reason}; is llamapipe serve running?") from None
+    except InvalidURL:
+        raise wrong_url from None
+    except HTTPException as error:
+        text = str(error).strip() or type(error).__name__
+        raise OSError(f"{args.url} does not answer as an HTTP server does: {text}") from None
     except ValueError:
         raise OSError(f"{args.url}{path}: the answer is not JSON") from None

@@ -83,7 +83,7 @@ class Given(NamedTuple):
             return bytes(value)
         if hasattr(value, "convert") and hasattr(value, "size"):  # a Pillow image
             _check_size(self.place, *value.size)
-            return np.asarray(value.convert("RGB"))
+            return _rgb(value)
         if isinstance(value, np.ndarray):
             return value
         raise TypeError(
@@ -175,7 +175,7 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
             check_wanted()
             turn = _TURNS.get(picture.orientation)
             turned = image if turn is None else image.transpose(Image.Transpose[turn])
-            return np.asarray(turned.convert("RGB"))
+            return _rgb(turned)
     except InvalidRequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -195,6 +195,14 @@ _TURNS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
+
+
+def _rgb(image: Any) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a Pillow image. Its own conversion of 16-bit grey makes all but the darkest white."""
+    if image.mode.startswith("I;16"):
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, 2)
+    return np.asarray(image.convert("RGB"))
 
 
 class _Watched(io.BytesIO):

@@ -75,7 +75,10 @@ def test_as_many_scans_as_are_allowed() -> None:
 
 def pixels_of_pillow(data: bytes) -> Any:
     with Image.open(io.BytesIO(data)) as image:
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode == "I;16":
+            return np.repeat(np.asarray(upright)[:, :, None] >> 8, 3, 2)
+        return np.asarray(upright.convert("RGB"))
 
 
 def turned(kind: str, orientation: int, order: bytes) -> bytes:
@@ -99,6 +102,20 @@ def test_what_is_left_out_changes_no_pixel() -> None:
     ]
     for data in files:
         assert (Given("image", data, "here").pixels() == pixels_of_pillow(data)).all()
+
+
+def test_grey_of_16_bits_is_not_cut_off_at_8() -> None:
+    """Pillow's conversion to RGB cuts values off at 255, of 65,535, and so shows a white image."""
+    grey = np.arange(48 * 32, dtype=np.uint16).reshape(32, 48) * 40
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x112] = 3
+    Image.fromarray(grey).save(file, "PNG", exif=exif)
+    expected = np.repeat((grey >> 8).astype(np.uint8)[:, :, None], 3, 2)
+    assert (Given("image", file.getvalue(), "here").pixels() == expected[::-1, ::-1]).all()
+    for order in ("<", ">"):
+        image = Image.fromarray(grey.astype(f"{order}u2"))
+        assert (Given("image", image, "here").pixels() == expected).all()
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of damage

@@ -19,7 +19,7 @@ from llamapipe.cli.options import (
     open_model,
     read_options,
 )
-from llamapipe.cli.parser import UsageError, read_texts, usage_errors
+from llamapipe.cli.parser import UsageError, check_folder, read_texts, usage_errors
 
 USAGE = "llamapipe embed [options] [TEXT ...]"
 DESCRIPTION = """\
@@ -57,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
     texts = read_texts(args.texts, args.file, args.lines)
     if args.output is not None and args.output.suffix != ".npy":
         raise UsageError(f"-o {args.output}: the name must end with .npy")
+    for option, is_given in (("-o", args.output is not None), ("--no-normalize", args.no_normalize)):
+        if is_given and args.rerank is not None:
+            raise UsageError(f"{option} and --rerank do not go together: --rerank prints texts, not vectors")
+    if args.output is not None:
+        check_folder(args.output)
     terminal = Terminal(sys.stdout)
     with open_model(args.model, read_options(args, MODEL)) as model, _embedder(model, args) as embedder:
         if args.rerank is not None:

@@ -121,6 +121,12 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"{message} (see {self.prog} --help)")
 
 
+def check_folder(file: Path) -> None:
+    """Raise UsageError if the file of ``-o`` has no folder: the end of a long computation would be too late."""
+    if not file.parent.is_dir():
+        raise UsageError(f"-o {file}: there is no folder {file.parent}")
+
+
 # ---- texts: arguments, files, standard input; UTF-8 in every locale
 def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
     """Read all texts in the order of the command line, then files; ``-``: standard input. Raises UsageError, OSError.

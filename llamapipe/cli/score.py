@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     files = [("-", piped)] if piped else [(str(file), read_file(file)) for file in args.file]
     if args.texts and len(args.texts) < 2:
         raise UsageError("the prompt has no continuation; give one or more after it")
+    if args.texts and args.window is not None:
+        raise UsageError("--window is for the perplexity of texts: leave it out, or give files with -f")
     terminal = Terminal(sys.stdout)
     with opened_engine(args) as engine:
         if args.texts:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from llamapipe.cli.options import (
     open_model,
     read_options,
 )
-from llamapipe.cli.parser import UsageError
+from llamapipe.cli.parser import UsageError, check_folder
 from llamapipe.lowlevel import Span, StepOutput, Trace
 
 USAGE = "llamapipe trace [options]"
@@ -43,6 +44,7 @@ examples:
 _PROMPT = "Once upon a time, there was a little"
 _ANIMALS = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
 _DEPTH = for_commands(replace(BY_NAME["pipeline_depth"], metavar="N"))
+_THREADS = "n_threads"  # what a pipeline's options that --rows takes begin with
 _DRAWN = 6  # steps in the picture
 
 
@@ -90,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     for path in outputs:
         if path.suffix not in (".json", ".svg"):
             raise UsageError(f"{path} is neither .json (for Perfetto) nor .svg (a picture)")
+        check_folder(path)
+    if args.rows and (unused := [name for name in _options(args) if not name.startswith(_THREADS)]):
+        option = args.parser.options()[unused[0]]
+        raise UsageError(f"{option} and --rows do not go together: --rows traces a pipeline, not an engine")
     with open_model(args.model, read_options(args, MODEL)) as model:
         trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
         spans = trace.spans()
@@ -105,10 +111,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return read_options(args, [*ENGINE, *_DEPTH])
+
+
 def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     params = lp.SamplingParams(max_tokens=args.max_tokens, seed=1, ignore_eos=True)
     prompts = [f"{_PROMPT} {name}" for name in islice(cycle(_ANIMALS), args.requests)]
-    options = read_options(args, [*ENGINE, *_DEPTH])
+    options = _options(args)
     options.setdefault("n_seq_max", min(args.requests, 64))
     with open_engine(model, options) as engine:
         _stream(engine, prompts, params)  # warm up, so that the picture shows no start-up
@@ -121,7 +131,7 @@ def _generate(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
 def _read_rows(model: lp.Model, args: argparse.Namespace) -> tuple[Trace, str]:
     n, n_steps = args.rows, args.steps + 6
     options = {"n_ctx": n * n_steps, "n_batch": n, "n_ubatch": n}
-    options |= {k: v for k, v in read_options(args, ENGINE).items() if k.startswith("n_threads")}
+    options |= {k: v for k, v in _options(args).items() if k.startswith(_THREADS)}
     tokens = (7 * np.arange(n) + 3) % model.n_vocab
     with lp.Pipeline(model, **options) as pipe:
         waiting = []

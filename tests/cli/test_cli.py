@@ -600,6 +600,8 @@ class TestTrace:
             (("-o", "x.png"), "neither .json"),
             (("--requests", "0"), "at least 1"),
             (("--steps", "-1"), "at least 1"),
+            (("-o", "nowhere/x.json"), "-o nowhere/x.json: there is no folder nowhere"),
+            (("--rows", "4", "--n-threads", "1", "--type-k", "q8_0"), "--type-k and --rows do not go"),
         ],
     )
     def test_wrong_usage(self, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

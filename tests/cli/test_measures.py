@@ -71,6 +71,10 @@ class TestScore:
         assert "--window is 3; it must be from 4 to" in run("score", "--window", 3, status=2, text="A fox.")
         assert "n_window" not in run("score", "--window", 16, status=1, text="A fox.")
 
+    def test_continuations_have_no_window(self) -> None:
+        said = run("score", "-m", "none.gguf", "--window", 16, "A cow says", " moo", status=2)
+        assert "--window is for the perplexity of texts" in said
+
     @pytest.mark.parametrize("words", [(), ("one",), ("a", "b", "-f", "x")])
     def test_wrong_usage(self, words: tuple[str, ...]) -> None:
         assert "llamapipe score" in run("score", *words, status=2)
@@ -92,6 +96,15 @@ class TestEmbed:
         assert ".npy" in run("embed", "-m", path, "a", "-o", tmp_path / "v.txt", status=2)
         assert "tokens" in run("embed", "-m", path, "hello " * 900, status=1)
         run("embed", "-m", path, "hello " * 900, "--truncate")
+
+    def test_options_that_would_do_nothing(self, tmp_path: Path) -> None:
+        """They are refused before a model is loaded, and so is a folder that is not there."""
+        nowhere = tmp_path / "nowhere" / "v.npy"
+        said = run("embed", "-m", "none.gguf", "a", "-o", nowhere, status=2)
+        assert f"-o {nowhere}: there is no folder {nowhere.parent}" in said
+        for words in (("-o", tmp_path / "v.npy"), ("--no-normalize",)):
+            said = run("embed", "-m", "none.gguf", "--rerank", "a", "b", *words, status=2)
+            assert f"{words[0]} and --rerank do not go together" in said
 
     def test_reranking(self, tmp_path: Path) -> None:
         path, _ = bert_model(tmp_path / "rank.gguf", "rank", rank_head=True)

@@ -14,7 +14,7 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError
 from llamapipe.cli.ps import ask
 from llamapipe.jobs.records import STDIN, count_records
-from llamapipe.jobs.results import is_complete, is_written, lines_of
+from llamapipe.jobs.results import count_failed, is_complete, is_written, lines_of
 
 _EVERY_S = 0.5
 _EVERY_S_IN_LOGS = 60.0
@@ -59,7 +59,7 @@ def _follow_batch(args: argparse.Namespace) -> int:
 
 
 def _follow_job(source: Path, output: Path) -> int:
-    """Follow a job of this machine in the same way."""
+    """Follow a job of this machine in the same way. A table is complete, whatever its results are."""
     lines = lines_of(output)
     n_records = None if source == STDIN else count_records(source)
     of = "" if n_records is None else f" of {n_records:,}"
@@ -75,8 +75,10 @@ def _follow_job(source: Path, output: Path) -> int:
         line.show(f"{n:,}{of} records")
         time.sleep(_EVERY_S)
     has_all = n_records is not None and n >= n_records and lines == output
-    line.end(f"{n:,}{of} records; no process writes {lines}")
-    return 0 if has_all else 1
+    n_failed = count_failed(lines) if n else 0
+    failed = f", {n_failed:,} failed" if n_failed else ""
+    line.end(f"{n:,}{of} records{failed}; no process writes {lines}")
+    return 0 if has_all and not n_failed else 1
 
 
 class _Counted:

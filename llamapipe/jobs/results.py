@@ -218,6 +218,15 @@ def is_written(lines: Path) -> bool:
     return False
 
 
+def count_failed(lines: Path) -> int:
+    """Count the results with an error in ``lines``. Raises OSError, and ValueError if it holds something else."""
+    with lines.open("rb") as file:
+        try:
+            return sum(_has_failed(json.loads(line)) for line in file if line.endswith(b"\n"))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{lines} does not hold the results of a batch job") from None
+
+
 def is_complete(path: Path) -> bool:
     """Return whether ``path`` is a table that a job has finished."""
     return path.exists() and lines_of(path) != path

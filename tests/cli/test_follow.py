@@ -89,6 +89,25 @@ def test_a_job_of_another_process(tmp_path: Path, shown: Callable[[], str]) -> N
     assert main(["batch", "--follow", str(source), "-o", str(table)]) == 0
 
 
+def test_a_job_that_has_ended(tmp_path: Path, shown: Callable[[], str]) -> None:
+    """Blank lines are not records, and a record that failed is told as the job tells it."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n\n  \n{"prompt": "b"}\n\n')
+    with open_output(output) as results:
+        results.begin(1)
+        for i in range(2):
+            results.write(i, 5, {"index": i, "text": "a"})
+    command = ["batch", "--follow", str(source), "-o", str(output)]
+    assert main(command) == 0
+    assert "2 of 2 records; no process writes" in shown()
+    with open_output(output, overwrite=True) as results:
+        results.begin(1)
+        results.write(0, 5, {"index": 0, "error": {"type": "ValueError", "message": "no"}})
+        results.write(1, 5, {"id": "batch_req_1", "response": {"status_code": 400}})
+    assert main(command) == 1
+    assert "2 of 2 records, 2 failed; no process writes" in shown()
+
+
 @pytest.mark.parametrize(
     "arguments", [["--follow"], ["--follow", "in.jsonl"], [], ["in.jsonl"], ["-o", "out.jsonl"]]
 )

@@ -248,6 +248,10 @@ class LlamaBase:
         options.check_refused(values)
         options.check_integers(values)
         template = formats.template_of(chat_format, chat_template)
+        if template_args and chat_format in formats.FORMATS:
+            raise ValueError(
+                f"template_args are for a template, and chat_format={quoted(chat_format)} has none; leave one out"
+            )
         self.model_path = os.fspath(model_path)
         # They change what llama-cpp-python prints or allocates, not what it answers.
         self.verbose, self._logits_all, self._no_perf = verbose, logits_all, no_perf

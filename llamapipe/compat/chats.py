@@ -59,7 +59,8 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         return None
     kind = response_format.get("type")
     if kind == "json_object":
-        return closed(response_format.get("schema")) or {"type": "object"}
+        schema = closed(response_format.get("schema"))
+        return {"type": "object"} if schema in (None, {}) else schema
     if kind == "json_schema":
         json_schema = response_format.get("json_schema")
         if isinstance(json_schema, Mapping) and "schema" in json_schema:
@@ -98,7 +99,7 @@ class ChatCall:
             self._forced = str(tool_choice["function"]["name"])
             params = replace(params, json_schema=closed(_parameters(tools, self._forced)), grammar=None)
             self._tools = None
-        elif tools and named is not None and tool_choice not in (None, "none"):
+        elif tools and named is not None and tool_choice != "none":
             raise ValueError(
                 "this chat_format has no tool calls but one that tool_choice names; use chat_format="
                 "'chatml-function-calling', or the model's own template"
@@ -191,6 +192,12 @@ def _without_truncation() -> Iterator[None]:
 
 
 def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or "name" not in function:
+            raise ValueError(
+                f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}, not {quoted(tool)}'
+            )
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool["function"].get("parameters") or {"type": "object"}

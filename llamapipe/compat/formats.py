@@ -32,7 +32,13 @@ class Format:
     stop: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt. Raises ValueError for messages of other roles or without text."""
+        """Return the prompt. Raises ValueError for messages of other roles or without text, TypeError."""
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                kind = type(message).__name__
+                raise TypeError(f"messages[{i}] must be a dict with role and content, not {kind}")
         system = (
             "\n".join(_content(message) for message in messages if message.get("role") == "system")
             or self.default

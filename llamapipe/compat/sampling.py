@@ -156,6 +156,8 @@ def sampling_params(
             raise TypeError(
                 f"grammar must be a LlamaGrammar of llamapipe.compat, not {type(grammar).__name__}"
             )
+        if json_schema is not None:
+            raise ValueError("grammar and response_format are given; give one of them")
         values = {"grammar": grammar.gbnf, "json_schema": grammar.json_schema}
     elif json_schema is not None:
         values = {"json_schema": json_schema}

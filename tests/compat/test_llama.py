@@ -48,6 +48,7 @@ TOOL: dict[str, Any] = {
     },
 }
 MESSAGES = [{"role": "user", "content": "Extract Jason is 25 years old"}]
+CHOICE_X = {"function": {"name": "x"}}
 
 
 @pytest.fixture(scope="module")
@@ -377,11 +378,31 @@ class TestChats:
                 ([{"role": "tool", "content": "x"}], {}, "role 'tool'"),
                 ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "text only"),
                 (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "no tool calls"),
+                (MESSAGES, {"tools": [TOOL]}, "no tool calls"),
+                (MESSAGES, {"tools": [{"name": "x"}], "tool_choice": CHOICE_X}, r"tools\[0\] must be \{"),
+                ("Hello", {}, "messages must be a list of messages, not str"),
+                (["Hello"], {}, r"messages\[0\] must be a dict with role and content, not str"),
                 (MESSAGES, {"response_format": {"type": "xml"}}, "its type must be"),
-                (MESSAGES, {"tools": [TOOL], "tool_choice": {"function": {"name": "x"}}}, "the tools are"),
+                (MESSAGES, {"tools": [TOOL], "tool_choice": CHOICE_X}, "the tools are"),
             ):
-                with pytest.raises(ValueError, match=message):
+                with pytest.raises((ValueError, TypeError), match=message):
                     llm.create_chat_completion(messages, **arguments)
+            assert llm.create_chat_completion(MESSAGES, tools=[TOOL], tool_choice="none", max_tokens=1)
+        with pytest.raises(
+            ValueError, match="template_args are for a template, and chat_format='chatml' has"
+        ):
+            Llama(lp.demo_model_path(), chat_format="chatml", template_args={"enable_thinking": False})
+
+    def test_a_grammar_and_a_schema(self, llm: Any) -> None:
+        """Neither is dropped without a word."""
+        grammar = LlamaGrammar.from_string('root ::= "x"')
+        for response_format in ({"type": "json_object"}, {"type": "json_object", "schema": {"type": "null"}}):
+            with pytest.raises(ValueError, match="grammar and response_format are given; give one of them"):
+                llm.create_chat_completion(MESSAGES, grammar=grammar, response_format=response_format)
+        answer = llm.create_chat_completion(MESSAGES, grammar=grammar, response_format={"type": "text"})
+        assert answer["choices"][0]["message"]["content"] == "x"
+        with pytest.raises(ValueError, match="'false'"):  # it was taken for any object
+            llm.create_chat_completion(MESSAGES, response_format={"type": "json_object", "schema": False})
 
 
 class TestEmbeddings:

@@ -626,17 +626,15 @@ def _is_inexact(part: Node) -> bool:
 
 def _bound_leaks(part: Node) -> bool:
     """Return whether llguidance (1.9.1) would accept an excluded bound, such as 7 for "above 7, at most 7.5"."""
-    bounds: list[Any] = []
+    bounds: list[Fraction | None] = []
     whole = False
     for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         bound: Any = part.get(exclusive)
         if bound is True:  # draft 4
             bound = part.get(inclusive)
-        exclusively = _fraction(bound) is not None
-        if not exclusively:
-            bound = part.get(inclusive)
-        whole = whole or (exclusively and float(bound).is_integer())
-        bounds.append(bound if _fraction(bound) is not None else None)
+        exact = _fraction(bound)
+        whole = whole or (exact is not None and exact.denominator == 1)
+        bounds.append(_fraction(part.get(inclusive)) if exact is None else exact)
     low, high = bounds
     return whole and low is not None and high is not None and high - low < 1
 

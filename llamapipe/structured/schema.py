@@ -22,8 +22,11 @@ _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 # `_logic` writes the items that `contains` counts, and those that it does not, into this private keyword.
 COUNTED = "$counted"
 MAPS = ("properties", "patternProperties", "$defs", "definitions", COUNTED)
-# Likewise for keywords that deny or combine, which `_logic` replaces.
-_ONE_OF_LOGIC = ("not", "if", "then", "else", "contains")
+# Likewise for keywords that deny, combine or stand for others, which `_logic` and `_rewrite` replace.
+_ONE_OF_LOGIC = (
+    *("not", "if", "then", "else", "contains"),
+    *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
+)
 _MAPS_OF_LOGIC = ("dependentSchemas", "dependencies")
 # With one of these, an object states which other properties it allows, or combines with other schemas.
 _ABOUT_OTHERS = {
@@ -64,11 +67,40 @@ def schema_object(schema: Any) -> dict[str, Any]:
         raise InvalidRequestError("json_schema at #: 'false', which no JSON satisfies")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"json_schema must be a JSON object or boolean, not {_kind(value)}")
-    parts = list(subschemas(value, logic=True))
+    parts = _reachable(value)
     for pointer, part in parts:
         _refuse(pointer, part)
-    _check_costs([part for _, part in parts])
+    references = [part["$ref"] for _, part in parts if "$ref" in part]
+    if all(resolved(value, reference) for reference in references):
+        _check_costs([part for _, part in parts])
+    else:  # an address or an anchor, of which only llguidance knows the place
+        _check_costs(list(_objects(value)))
     return value
+
+
+def _reachable(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the subschemas, and those at other places that references name, each with its pointer."""
+    parts: list[tuple[str, dict[str, Any]]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("#", schema)]
+    for start, node in waiting:
+        for pointer, part in subschemas(node, logic=True, seen=seen):
+            parts.append((start + pointer[1:], part))
+            if (place := resolved(schema, part.get("$ref"))) is not None:
+                waiting.append(place)
+    return parts
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a JSON value."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
 
 
 def ref_stands_alone(root: dict[str, Any]) -> bool:
@@ -185,17 +217,22 @@ def takes_nothing(schema: dict[str, Any]) -> bool:
     return is_closed and not closed.get("properties") and not closed.get("patternProperties")
 
 
-def subschemas(schema: dict[str, Any], *, logic: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def subschemas(
+    schema: dict[str, Any], *, logic: bool = False, seen: set[int] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schema and its subschemas, each with its JSON pointer, parents first.
 
-    ``logic``: include the subschemas of keywords that negate or combine, such as ``not`` and ``if``.
+    ``logic``: include the subschemas of keywords that negate or combine, such as ``not`` and ``if``. ``seen``: the ids
+    of schemas to leave out with their subschemas; those that are yielded are added.
     """
     of_one, of_maps = (ONE + _ONE_OF_LOGIC, MAPS + _MAPS_OF_LOGIC) if logic else (ONE, MAPS)
     waiting: list[tuple[str, Any]] = [("#", schema)]
     while waiting:
         pointer, part = waiting.pop()
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or (seen is not None and id(part) in seen):
             continue
+        if seen is not None:
+            seen.add(id(part))
         yield pointer, part
         inner: list[tuple[str, Any]] = [(f"{pointer}/{key}", part[key]) for key in of_one if key in part]
         for key in _LIST:
@@ -218,7 +255,7 @@ def _is_schema(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and float(value).is_integer()
+    return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
 def _is_names(value: Any) -> bool:
@@ -240,7 +277,7 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems"), (_is_schemas, "a list of schemas")),
     **dict.fromkeys(
-        ("additionalProperties", "propertyNames", "not", "if", "then", "else", "contains"),
+        ("additionalProperties", *_ONE_OF_LOGIC),
         (_is_schema, "a schema"),
     ),
     **dict.fromkeys(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -92,6 +93,8 @@ def test_spaces_are_bounded(demo: Model) -> None:
 
 
 # What llguidance cannot keep, and the place that the message names.
+# Small multiples whose least common multiple is large, at places that JSON Schema names late or not at all.
+MULTIPLES = {"type": "integer", "allOf": [{"multipleOf": 99_991}, {"multipleOf": 9}]}
 REFUSED: dict[str, tuple[Any, str]] = {
     "type": (
         {"properties": {"a": {"items": {"type": "strin"}}}},
@@ -130,6 +133,30 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"allOf": [{"multipleOf": n} for n in (97, 89, 83, 0.5)]},
         "common multiple 1433078 \\(in steps of 1/2\\)",
     ),
+    "multiples of unevaluated members": ({"unevaluatedProperties": MULTIPLES}, "common multiple 899919"),
+    "multiples of unevaluated items": ({"unevaluatedItems": MULTIPLES}, "common multiple 899919"),
+    "multiples elsewhere": ({"$ref": "#/x/0", "x": [MULTIPLES]}, "common multiple 899919"),
+    "multiples behind two references": (
+        {"items": {"$ref": "#/x/a"}, "x": {"a": {"$ref": "#/y"}}, "y": MULTIPLES},
+        "common multiple 899919",
+    ),
+    "multiples behind an address": (
+        {"$id": "http://a.b/c", "$ref": "c#/x", "x": MULTIPLES},
+        "common multiple 899919",
+    ),
+    "options elsewhere": ({"$ref": "#/x", "x": {"x-guidance": {}}}, "at #/x: 'x-guidance' is not supported"),
+    "a wrong part of unevaluated items": (
+        {"unevaluatedItems": {"dependencies": 5}},
+        "at #/unevaluatedItems: 'dependencies' is 5; it must be an object of",
+    ),
+    "wrong unevaluated members": (
+        {"unevaluatedProperties": 5},
+        "at #: 'unevaluatedProperties' is 5; it must",
+    ),
+    "a wrong part of names": (
+        {"propertyNames": {"minLength": "x"}},
+        "at #/propertyNames: 'minLength' is 'x'; it must be a count",
+    ),
     "properties": (
         {"type": "object", "properties": {f"p{i}": {} for i in range(1800)}},
         "too large: .*(max is 2000|limit 5000)",
@@ -143,6 +170,40 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "deep": ('{"items":' * 200 + "true" + "}" * 200, "recursion limit exceeded"),
     "long": ({"const": "a" * 300_000}, "characters; the limit is"),
 }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {key: 10**400}
+        for key in (
+            *(
+                "minimum",
+                "maximum",
+                "exclusiveMinimum",
+                "exclusiveMaximum",
+                "multipleOf",
+                "minLength",
+                "maxLength",
+            ),
+            *("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"),
+        )
+    ]
+    + [
+        {"minimum": 10**400, "exclusiveMaximum": 1.5},
+        {"contains": {}, "maxContains": 10**400},
+        {
+            "not": {"maxLength": 10**400},
+            "minItems": 10**400,
+            "prefixItems": [{}],
+            "contains": {"type": "null"},
+        },
+        {"properties": {"a": {}, "b": {}}, "maxProperties": 10**400, "minProperties": 1},
+    ],
+)
+def test_numbers_that_no_double_holds_are_followed_or_refused(demo: Model, schema: dict[str, Any]) -> None:
+    with suppress(InvalidRequestError):
+        compile_guide(demo, json_schema=schema)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -83,7 +83,7 @@ def _entries(source: str) -> list[ModelEntry]:
     if path.suffix.lower() != ".toml":
         raise UsageError(f"--models: {path} is not a list of models; {_SOURCES}")
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as e:  # also of numbers that are too long, or lists that are too deep
         raise UsageError(f"--models: {path} is no TOML: {e}") from None
     tables = document.pop("models", None)

@@ -483,7 +483,7 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Replace all messages with those in a file that ``save`` wrote. Raises OSError, ValueError."""
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(messages, list):

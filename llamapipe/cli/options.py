@@ -84,7 +84,7 @@ def text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return path_of(text[1:]).read_text(encoding="utf-8")
+        return path_of(text[1:]).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {e}") from None
 

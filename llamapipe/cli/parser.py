@@ -173,9 +173,12 @@ def read_stdin() -> str:
 
 
 def utf8(data: bytes, name: str) -> str:
-    """Decode a text and convert its line ends to Unix's. Raises UsageError, which calls it ``name``."""
+    """Decode a text, and convert its line ends to Unix's. Raises UsageError, which calls it ``name``.
+
+    A byte order mark, with which programs on Windows begin files, is not part of the text.
+    """
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8 text: {error}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -184,5 +187,5 @@ def utf8(data: bytes, name: str) -> str:
 def _split(text: str, lines: bool) -> list[str]:
     """Return one text, without the line end that editors add, or one text for each line that is not blank."""
     if lines:
-        return [line for line in text.splitlines() if line.strip()]
+        return [line for line in text.split("\n") if line.strip()]
     return [text.removesuffix("\n")]

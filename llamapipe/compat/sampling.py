@@ -42,7 +42,7 @@ class LlamaGrammar:
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> LlamaGrammar:
         """Read a grammar in GBNF from a file. Raises OSError."""
-        return cls.from_string(path_of(file).read_text(encoding="utf-8"), verbose)
+        return cls.from_string(path_of(file).read_text(encoding="utf-8-sig"), verbose)
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:

@@ -864,7 +864,7 @@ def template_text(chat_template: str | os.PathLike[str]) -> str:
     if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
         return chat_template
     try:
-        return path_of(chat_template).read_text(encoding="utf-8")
+        return path_of(chat_template).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(f"chat_template: {chat_template} is not UTF-8 text: {e}") from None
 

@@ -9,7 +9,11 @@ import pytest
 import llamapipe as lp
 from llamapipe._messages import GIVE_PROJECTOR, ON_COMMAND_LINE, with_flags
 from llamapipe.cli import _parser, main
-from llamapipe.cli.options import ENGINE, MODEL, read_options
+from llamapipe.cli._models_file import entries_of
+from llamapipe.cli.chat import Conversation
+from llamapipe.cli.options import ENGINE, MODEL, read_options, text_or_file
+from llamapipe.cli.parser import read_texts
+from llamapipe.compat import LlamaGrammar
 from llamapipe.host.cores import usable_cores
 from llamapipe.server import ServerSettings, serve
 
@@ -290,6 +294,34 @@ def test_zero_and_minus_one_have_llama_cpps_meaning(capfd: pytest.CaptureFixture
     assert main(["score", "-c", "0", "A cow says", " moo"]) == 0
     assert main(["generate", "-t", "0", "a"]) == 2
     assert "--n-threads is 0" in capfd.readouterr().err
+
+
+def test_only_the_end_of_a_line_ends_a_text(tmp_path: Path) -> None:
+    """Text from the web has other separators inside its lines: rows of vectors must match the file's lines."""
+    inside = "a\x0bb\x0cc\x1cd\x1ee\x85f\u2028g\u2029h"
+    file = tmp_path / "texts.txt"
+    file.write_bytes(f"{inside}\r\n\n i \nj\rk".encode())
+    assert read_texts([], [file], True) == [inside, " i ", "j", "k"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Programs on Windows begin files with one."""
+
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        return tmp_path / name
+
+    assert read_texts([], [written("prompt.txt", "Once")], False) == ["Once"]
+    assert text_or_file(f"@{written('grammar.gbnf', 'root ::= [a]')}") == "root ::= [a]"
+    assert LlamaGrammar.from_file(tmp_path / "grammar.gbnf").gbnf == "root ::= [a]"
+    conversation = Conversation()
+    conversation.load(written("chat.json", '[{"role": "user", "content": "Hi"}]'))
+    assert len(conversation) == 1
+    models = written("models.toml", f"[models.a]\nfile = '{lp.demo_model_path()}'\n")
+    assert [entry.name for entry in entries_of([str(models)])] == ["a"]
+    template = written("chat.jinja", "{{ messages[0].content }}")
+    with lp.Model(lp.demo_model_path(), vocab_only=True, chat_template=template) as model:
+        assert model.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
 def test_no_mmap_is_use_mmap_false() -> None:

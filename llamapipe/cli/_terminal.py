@@ -19,6 +19,9 @@ _ASCII = {
     "░": ".",
     "·": "-",
 }
+# What writes no character itself, and changes only its neighbours: a soft hyphen, joiners and what keeps letters apart
+# in Persian words, Indic letters and emoji of several parts, marks of direction, which unlike embeddings end at once.
+_INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060"
 
 
 class Terminal:
@@ -148,14 +151,16 @@ class WordWrap:
 
 
 def width(text: str) -> int:
-    """Return how many columns a text takes: two for a wide character, none for a combining one."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    """Return how many columns a text takes: two for a wide character, none for one that changes its neighbours."""
+    return sum(0 if _is_mark(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character) in ("Mn", "Me") or character in _INVISIBLE
 
 
 def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs") and character not in _INVISIBLE
 
 
 def _can_encode(stream: TextIO, text: str) -> bool:

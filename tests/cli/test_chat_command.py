@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -190,6 +191,27 @@ def test_a_command_within_quotes_is_a_message(start: Callable[..., Talk], tmp_pa
     talk.until("> ")
     assert talk.close() == 0
     assert json.loads((tmp_path / "talk.json").read_text())[0]["content"] == "/exit\ntwice"
+
+
+def test_a_terminal_gets_joiners_and_no_controls() -> None:
+    """Persian words, Indic letters and emoji of several parts need characters that show nothing themselves."""
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal(Screen(), {"TERM": "xterm"})
+    for text, columns in (
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", 7),
+        ("\u0915\u094d\u200d\u0937", 2),
+        ("\U0001f469\u200d\U0001f4bb", 4),  # one picture, where a terminal joins them
+        ("\u2764\ufe0f", 1),
+        ("co\u00adop", 4),
+    ):
+        assert terminal.text(text) == text
+        assert width(text) == columns
+    for character in "\x1b\x07\r\x7f\x9b\u202e\u2066\U000e0041":
+        assert terminal.text(f"a{character}b") == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_words_are_wrapped_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import operator
@@ -10,12 +11,14 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
+
+import numpy as np
 
 from llamapipe._messages import listed, quoted
 from llamapipe.jobs import _tables
@@ -46,7 +49,7 @@ class Record:
     def digest(self) -> int:
         """32 bits that very likely differ for different records."""
         try:
-            text = json.dumps([self.fields, self.problem], default=_plain, sort_keys=True)
+            text = json.dumps([self.fields, self.problem], default=_content, sort_keys=True)
         except (TypeError, ValueError):  # such as a tuple as a key
             text = repr(self.fields)
         except RecursionError:
@@ -110,6 +113,29 @@ def _plain(value: object) -> object:
         return operator.index(value)  # type: ignore[arg-type]  # numpy's integers
     except TypeError:
         return str(value)
+
+
+def _content(value: object) -> object:
+    """Return a form that equal values have in every process, for a digest.
+
+    The text of a value may have its address, as that of a Pillow image, or leave out most of an array.
+    """
+    if isinstance(value, np.ndarray):
+        is_numbers = value.dtype != object
+        return [str(value.dtype), value.shape, _hash(value.tobytes())] if is_numbers else value.tolist()
+    if isinstance(value, memoryview):
+        return _hash(value.tobytes())
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if (tobytes := getattr(value, "tobytes", None)) is not None and hasattr(value, "mode"):
+        with suppress(OSError):  # a damaged file, which fails when it is answered
+            name += f" {value.mode} {getattr(value, 'size', None)} {_hash(tobytes())}"
+        return name
+    return name if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__ else _plain(value)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def format_of(path: Path) -> str:

@@ -953,6 +953,29 @@ def test_ids_of_parquet(talker: lp.Engine, tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in out.read_bytes().splitlines()] == ["2026-01-02", None]
 
 
+def test_records_with_images_are_known_in_another_process() -> None:
+    """By their content: the text of an image has its address, and that of an array leaves out most of it."""
+    program = """
+import numpy as np
+from PIL import Image
+from llamapipe.jobs.records import Record
+
+class Other:
+    pass
+
+array = np.zeros((64, 64, 3), np.uint8)
+changed = array.copy()
+changed[32, 32] = 9
+for value in (array, changed, *map(Image.fromarray, (array, changed)), memoryview(b"x"), Other(),
+              np.array(["a", Other()], object)):
+    print(Record(0, {"messages": [{"role": "user", "content": [{"type": "image", "image": value}]}]}).digest)
+"""
+    # Other objects begin at other addresses.
+    digests = [run_script(f"kept = [bytearray({n}) for _ in range(999)]\n{program}") for n in (9, 5000)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0].split())) == 7
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
 def test_half_an_emoji_leaves_a_file_that_others_can_read(
     talker: lp.Engine, tmp_path: Path, ending: str

@@ -109,6 +109,10 @@ def is_null(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return list(value) if value.dtype.kind in "mM" else value.tolist()  # dates as text, not as numbers
+    if isinstance(value, (np.bool_, np.floating)):
+        return value.item()
     try:
         return operator.index(value)  # type: ignore[arg-type]  # numpy's integers
     except TypeError:

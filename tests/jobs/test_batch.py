@@ -33,7 +33,7 @@ from support.run_script import command, environment, run_script
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
-from llamapipe.jobs.records import MAX_LINE_BYTES, Record, count_records, read_records
+from llamapipe.jobs.records import MAX_LINE_BYTES, Record, as_json, count_records, read_records
 from llamapipe.jobs.results import ResultFile
 from llamapipe.jobs.run import BatchSummary, EventLoopThread, run_job
 from llamapipe.server.batch import BatchRequests
@@ -943,6 +943,22 @@ def nested(depth: int) -> list[Any]:
     for _ in range(depth):
         value = [value]
     return value
+
+
+def test_kept_values_of_numpy_stay_what_they_are() -> None:
+    """Their text is another type, and leaves out most of a long array."""
+    long = np.arange(5000, dtype=np.float32)
+    for value, expected in (
+        (long, long.tolist()),
+        (np.array([["a", None]], object), [["a", None]]),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (np.float32(1.5), 1.5),
+        (np.bool_(True), True),
+        ({"a": np.array([True]), "b": np.int8(3)}, {"a": [True], "b": 3}),
+        (np.datetime64("2020-01-01T00:00:00", "ns"), "2020-01-01T00:00:00.000000000"),
+        (np.array(["2020-01-01"], "datetime64[ns]"), ["2020-01-01T00:00:00.000000000"]),
+    ):
+        assert repr(as_json(value)) == repr(expected)
 
 
 def test_ids_of_parquet(talker: lp.Engine, tmp_path: Path) -> None:

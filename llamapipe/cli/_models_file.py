@@ -19,6 +19,7 @@ from typing import Any
 import llamapipe as lp
 from llamapipe import hub
 from llamapipe._messages import did_you_mean, listed, quoted, readable
+from llamapipe._options import MTP_CHOICES
 from llamapipe._sampling_table import Kind
 from llamapipe.arguments import path_of
 from llamapipe.cli.options import ENGINE, MODEL, draft_source, model_path, reader_of
@@ -28,6 +29,7 @@ from llamapipe.fleet.model_memory import need_of
 from llamapipe.gguf.check import GgufInfo, check_gguf, head_texts
 from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_beside
 from llamapipe.gguf.reader import fingerprint, first_texts
+from llamapipe.llama.adapter import local_file
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
@@ -40,7 +42,8 @@ else:
 _PART = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 _OF_LIST = ("file", "aliases", "embeddings", "keep", "preload", "ttl")
 _OF_MODEL = {option.name: option for option in (*ENGINE, *MODEL)}
-_FILES = ("draft", "mmproj")
+# Options that name a file, and the words that they take in its place.
+_FILES: dict[str, tuple[str, ...]] = {"draft": MTP_CHOICES, "mmproj": ("auto", "off")}
 _PLACEMENT = ("n_gpu_layers", "rpc")
 _ADAPTERS = ("lora", "control_vector")
 _TEXTS = ("chat_template", "tool_calls", "fim_order", "reasoning", "template_args", "system")
@@ -178,7 +181,7 @@ def _files(where: str, value: Any, folder: Path) -> list[tuple[str, str]]:
     """Return a table's names and files, as they would be parsed from ``NAME=FILE`` on the command line."""
     if not isinstance(value, dict) or not all(isinstance(file, str) and file for file in value.values()):
         raise UsageError(f'{where} must be a table of names and files, such as {{ style = "style.gguf" }}')
-    return [(name, str(folder / file)) for name, file in value.items()]
+    return [(name, _place(file, folder)) for name, file in value.items()]
 
 
 def _value(where: str, name: str, value: Any, folder: Path) -> Any:
@@ -186,7 +189,7 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
     if name in _FILES:
         if not isinstance(value, str):
             raise UsageError(f"{where} must be text, the name of a GGUF file")
-        return value if name == "mmproj" and value in ("auto", "off") else _place(value, folder)
+        return value if value in _FILES[name] else _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
         return str(folder / value)
     if name == "cache_dir" and isinstance(value, str):
@@ -241,7 +244,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
         model_options = {**placement, **entry.options} if embeds else {**options, **extra}
         need = need_of(info, embeds, model_options, has_gpus)
         texts = head_texts(info.path)
-        beside = [file for key in _ADAPTERS for _, file in entry.options.get(key, ())]
+        beside = [local_file(file) for key in _ADAPTERS for _, file in entry.options.get(key, ())]
         projector = None if embeds else _projector(entry.options.get("mmproj", "auto"), info, texts)
         beside += [] if projector is None else [projector.path]
     except (argparse.ArgumentTypeError, lp.errors.LlamapipeError, ImportError) as e:
@@ -249,7 +252,7 @@ def read_facts(common: Mapping[str, Any], entry: ModelEntry, has_gpus: bool = Fa
     return FileFacts(
         str(path),
         embeds,
-        need.n_bytes + sum(Path(file).stat().st_size for file in beside) + _PROCESS_BYTES,
+        need.n_bytes + sum(file.stat().st_size for file in beside) + _PROCESS_BYTES,
         {} if embeds else {"cache_bytes": need.cache_bytes, **extra},
         need.n_ctx,
         _takes(projector),

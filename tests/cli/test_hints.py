@@ -324,6 +324,15 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         assert model.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
+def test_a_list_of_models_takes_words_for_drafts_as_the_option_does(tmp_path: Path) -> None:
+    """They were read as names of files beside the list."""
+    models = tmp_path / "models.toml"
+    drafts = {"a": "mtp", "b": "auto", "c": "small.gguf", "d": "hf:owner/repo/f.gguf"}
+    models.write_text("".join(f"[models.{k}]\nfile = 'm.gguf'\ndraft = '{v}'\n" for k, v in drafts.items()))
+    read = {entry.name: entry.options["draft"] for entry in entries_of([str(models)])}
+    assert read == {**drafts, "c": str(tmp_path / "small.gguf")}
+
+
 def test_no_mmap_is_use_mmap_false() -> None:
     args = _parser().parse_args(["serve", "--no-mmap"])
     assert read_options(args, MODEL) == {"use_mmap": False}

@@ -110,6 +110,25 @@ def test_an_adapter_is_downloaded(hub: SmallHub, tmp_path: Path) -> None:
     assert not [request for request in hub.requests if request.startswith("GET") and "resolve" in request]
 
 
+LOOK_AT_LIST = """
+import sys
+from pathlib import Path
+from llamapipe.cli._models_file import entries_of, read_facts
+facts = {entry.name: read_facts({}, entry) for entry in entries_of([sys.argv[1]])}
+print(facts["with"].n_bytes - facts["without"].n_bytes)
+"""
+
+
+def test_an_adapter_in_a_list_of_models_is_downloaded(hub: SmallHub, tmp_path: Path) -> None:
+    """As on the command line, where ``--lora NAME=hf:…`` works."""
+    lists = tmp_path / "models.toml"
+    file = f"file = '{demo_model_path()}'\n"
+    lora = 'lora = { letters = "hf:some/lora/letters.gguf" }\n'
+    lists.write_text(f"[models.with]\n{file}{lora}[models.without]\n{file}")
+    size = demo_model_path().with_name("letters.gguf").stat().st_size
+    assert run_script(LOOK_AT_LIST, lists, env=settings(hub, tmp_path)) == f"{size}\n"
+
+
 FIND_ACTIVATED = """
 from llamapipe.ray import EngineSpec
 from llamapipe.ray._spec import activated_loras

@@ -40,6 +40,20 @@ _FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files; PCM is 1
 _SAMPLES = {
     (1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (_FLOATS, 32): "<f4", (_FLOATS, 64): "<f8",
 }  # fmt: skip
+_BRANDS = {
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"), "HEIC"),
+    **dict.fromkeys((b"avif", b"avis"), "AVIF"),
+}
+_OTHER_IMAGES = (
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"%PDF", "PDF"),
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\0\0\0\x0cJXL ", "JPEG XL"),
+    (b"\0\0\0\x0cjP  ", "JPEG 2000"),
+    (b"\0\0\x01\0", "ICO"),
+    (b"8BPS", "PSD"),
+)
 _OTHER_SOUNDS = (
     (b"ID3", "MP3"),
     (b"fLaC", "FLAC"),
@@ -168,7 +182,7 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
     try:
         picture = picture_in(data)
         if picture is None:
-            raise ContainerError("it is none")
+            raise ContainerError(f"it is {_image_format(data)}")
         with Image.open(_Watched(picture.data), formats=[picture.format]) as image:
             _check_size(place, *image.size)
             image.load()
@@ -304,6 +318,15 @@ def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDA
         near = samples[first : int(at[-1]) + 2]
         values[begin : begin + _BLOCK] = np.interp(at, np.arange(first, first + len(near)), near)
     return values
+
+
+def _image_format(data: bytes) -> str:
+    """Return the format of a file that is not decoded, for error messages; "none" if it is not known as an image."""
+    if data[4:8] == b"ftyp":
+        return _BRANDS.get(data[8:12], "a video")
+    if data[:1000].lstrip(b"\xef\xbb\xbf \r\n\t").startswith((b"<svg", b"<?xml")) and b"<svg" in data[:1000]:
+        return "SVG"
+    return next((name for magic, name in _OTHER_IMAGES if data.startswith(magic)), "none")
 
 
 def _sound_format(data: bytes) -> str:

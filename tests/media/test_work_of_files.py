@@ -104,6 +104,28 @@ def test_what_is_left_out_changes_no_pixel() -> None:
         assert (Given("image", data, "here").pixels() == pixels_of_pillow(data)).all()
 
 
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "HEIC"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", "AVIF"),
+        (b"\0\0\0\x1cftypisom\0\0\0\0", "a video"),
+        (b"II*\0\x08\0\0\0", "TIFF"),
+        (b"MM\0*\0\0\0\x08", "TIFF"),
+        (b"%PDF-1.7\n", "PDF"),
+        (b'\xef\xbb\xbf<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "SVG"),
+        (b"<svg/>", "SVG"),
+        (b"\xff\x0a\xfa", "JPEG XL"),
+        (b"<html>", "none"),
+        (b"", "none"),
+    ],
+)
+def test_an_image_of_another_format_is_named(data: bytes, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"decoded \(it is {name}\); give PNG, JPEG, WebP, GIF or"):
+        Given("image", data, "here").pixels()
+
+
 def test_grey_of_16_bits_is_not_cut_off_at_8() -> None:
     """Pillow's conversion to RGB cuts values off at 255, of 65,535, and so shows a white image."""
     grey = np.arange(48 * 32, dtype=np.uint16).reshape(32, 48) * 40

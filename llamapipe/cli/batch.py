@@ -129,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
         check_columns(args.input, [*columns, *args.keep])
     if args.retry_failed and lines != args.output:
         raise UsageError("--retry-failed needs an OUT that ends with .jsonl")
+    if args.embeddings_alias and args.embeddings is None:
+        raise UsageError("--embeddings-alias needs --embeddings FILE")
     if args.input == STDIN and sys.stdin is None:
         raise UsageError("there is no standard input to read records from")
     n_records = count_records(args.input)

@@ -248,6 +248,8 @@ def run(args: argparse.Namespace) -> int:
             "--workers and --models start processes that are given open connections, which this system does not do: "
             "start a server for each model, with its own port"
         )
+    if args.embeddings_alias and args.embeddings is None and args.models is None:
+        raise UsageError("--embeddings-alias needs --embeddings FILE")
     events = _kv_events(args, settings)
     if events and (args.worker is not None or args.workers is not None):
         raise UsageError(

@@ -333,6 +333,13 @@ def test_a_list_of_models_takes_words_for_drafts_as_the_option_does(tmp_path: Pa
     assert read == {**drafts, "c": str(tmp_path / "small.gguf")}
 
 
+def test_a_name_for_no_model_of_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients would get 404 for it."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    for words in (("serve",), ("batch", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")):
+        assert "--embeddings-alias needs --embeddings FILE" in said(capsys, *words, "--embeddings-alias", "e")
+
+
 def test_no_mmap_is_use_mmap_false() -> None:
     args = _parser().parse_args(["serve", "--no-mmap"])
     assert read_options(args, MODEL) == {"use_mmap": False}

@@ -184,7 +184,10 @@ class Answerer:
         return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(model.fingerprint))
 
     async def answer(self, record: Record) -> RecordResult:
-        """Answer a record; an error becomes its result. Raises only EngineClosedError."""
+        """Answer a record; an error becomes its result.
+
+        Raises only EngineClosedError, and BackendError if the engine has failed: no other record could be answered.
+        """
         row = record.fields
         start = {"index": record.index} | record.names
         try:
@@ -193,12 +196,17 @@ class Answerer:
             start |= {name: as_json(column(row, name)) for name in self._keep}
             if self._template is None and "custom_id" in row and ("url" in row or "body" in row):
                 answer = await self._request(record)
+                if answer.failed and self._engine.failure is not None:
+                    raise self._engine.failure
                 kept = {name: start[name] for name in self._keep}
                 return replace(answer, result=answer.result | kept)
             result, n = await self._complete(row)
         except Exception as error:  # whatever it is: the other records continue
-            if self._engine.closed:
+            failure = self._engine.failure
+            if self._engine.closed or failure is error:
                 raise
+            if failure is not None:
+                raise failure from failure.__cause__
             details = {"type": type(error).__name__, "message": str(error)}
             return RecordResult(start | {"error": details}, failed=True)
         return RecordResult(start | result, n)

@@ -110,7 +110,7 @@ def run_batch(
     in a .jsonl file have an error.
 
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
-    OSError, ImportError if the format needs an extra, EngineClosedError.
+    OSError, ImportError if the format needs an extra, EngineClosedError, BackendError if the engine has failed.
     """
     if isinstance(records, (str, bytes, Mapping)):
         raise TypeError(

@@ -155,8 +155,8 @@ def answers(
 
     ``records`` are read in the caller's thread and answered in another thread's event loop. ``slow``: the next record
     may take long to arrive, so a separate thread reads it while answers are taken. ``ordered``: answers come in the
-    order of the records. Closing the iterator cancels requests in flight. Raises what reading a record raises, and
-    EngineClosedError.
+    order of the records. Closing the iterator cancels requests in flight. Raises what reading a record raises,
+    EngineClosedError, and BackendError if the engine has failed.
     """
     left = iter(records)
     reader = SlowRecords(left) if slow else None
@@ -202,7 +202,8 @@ def run_job(
 ) -> BatchSummary:
     """Answer all records that ``results`` lacks, and write their results. Options as for ``answers``.
 
-    Raises what reading records and writing results raise, and EngineClosedError; results already written stay.
+    Raises what reading records and writing results raise, EngineClosedError, and BackendError if the engine has failed;
+    results already written stay.
     """
     summary = BatchSummary()
     for record, answer in answers(

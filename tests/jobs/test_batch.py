@@ -29,12 +29,13 @@ import pyarrow.parquet as parquet
 import pytest
 from support.adapters import make_adapter, make_control_vector
 from support.control import PATIENCE_S, wait_until
+from support.inside import loop_of
 from support.run_script import command, environment, run_script
 
 import llamapipe as lp
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.records import MAX_LINE_BYTES, Record, as_json, count_records, read_records
-from llamapipe.jobs.results import ResultFile
+from llamapipe.jobs.results import ResultFile, open_output
 from llamapipe.jobs.run import BatchSummary, EventLoopThread, run_job
 from llamapipe.server.batch import BatchRequests
 
@@ -760,6 +761,43 @@ class TestPython:
             next(results)
         with pytest.raises(lp.errors.EngineClosedError):
             list(results)
+
+    @pytest.mark.parametrize("kind", ["prompts", "requests"])
+    def test_an_engine_that_has_failed(
+        self, demo: lp.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        """The job ends, and goes on with another engine: the other records are not all written as failed."""
+
+        def lost(*_: object) -> None:
+            raise OSError("the device is lost")
+
+        body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+        records: list[dict[str, Any]] = [body] * 40
+        if kind == "requests":
+            records = [{"custom_id": f"{i}", "url": "/v1/completions", "body": body} for i in range(40)]
+        (tmp_path / "in.jsonl").write_text(lines(*records))
+
+        def run(engine: lp.Engine, on_progress: Callable[[BatchSummary], object]) -> BatchSummary:
+            answerer = Answerer(engine, GREEDY, requests=lambda: BatchRequests(engine).answer)
+            with open_output(tmp_path / "out.csv") as results:
+                results.begin(answerer.settings())
+                source = read_records(tmp_path / "in.jsonl")
+                return run_job(source, answerer, results, n_ahead=8, on_progress=on_progress)
+
+        with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+
+            def lose(summary: BatchSummary) -> None:
+                if summary.n_done == 10:
+                    monkeypatch.setattr(loop_of(engine).in_flight, "launch", lost)
+
+            with pytest.raises(lp.errors.BackendError, match="the device is lost"):
+                run(engine, lose)
+        assert not (tmp_path / "out.csv").exists()
+        with lp.Engine(demo, n_ctx=256, n_seq_max=2) as engine:
+            done = run(engine, lambda _: None)
+        assert done.n_failed == done.n_skipped_failed == 0
+        assert done.n_done + done.n_skipped == 40
+        assert 10 <= done.n_skipped < 40
 
     def test_inside_a_running_event_loop(self, talker: lp.Engine) -> None:
         """As in a notebook."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from llamapipe.chat._answer_markers import AnswerMarkers
 from llamapipe.chat._argument_values import (
@@ -476,10 +476,15 @@ def _string(buffer: TextBuffer) -> Reading[str]:
     return value
 
 
+def _no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python reads, and which the clients' JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def _unquoted(value: Any) -> dict[str, Any]:
     """Return a JSON object, or the one whose text a string contains. Raises Malformed."""
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = json.loads(value, parse_constant=_no_constant) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise Malformed from None
     if not isinstance(value, dict):

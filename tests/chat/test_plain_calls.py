@@ -67,6 +67,9 @@ TEXTS = {
     "cut off": (WEATHER[:-1], WEATHER[:-1]),
     "list that is cut off": (f"[{NOW}", f"[{NOW}"),
 }
+for _name in ("NaN", "-Infinity"):  # Python reads them, and no other program
+    _text = json.dumps({"name": "get_weather", "arguments": f'{{"days": {_name}}}'})
+    TEXTS[f"{_name} in arguments as text"] = (_text, _text[:-2])
 MARKED = ("Hermes", "Mistral list", "Mistral args", "DeepSeek V3.1", "Qwen3-Coder", "GLM")
 
 
@@ -117,6 +120,13 @@ def test_plain_json_is_read_as_calls(case: str) -> None:
     assert [json.loads(call.arguments_text) for call in answer.tool_calls] == [
         arguments for _, arguments in calls
     ]
+
+
+def test_marked_arguments_as_text_that_are_no_json_are_content() -> None:
+    call = json.dumps({"name": "get_weather", "arguments": '{"days": NaN}'})
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    answer = parse("Hermes", text, stream_calls=False)
+    assert (answer.content, answer.tool_calls) == (text, ())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import string
 import zlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -314,14 +314,24 @@ def _token_id(key: object) -> object:
 def check_template(template: str) -> list[str]:
     """Return the columns that a template names. Raises ValueError if it has fields other than names of columns."""
     try:
-        parts = list(string.Formatter().parse(template))
+        fields = list(_template_fields(template))
     except ValueError as error:
         raise ValueError(f"the template is {quoted(template)}: {error}") from None
-    for _, name, _, _ in parts:
+    for name, conversion in fields:
         # Only names: attributes and positions of a column's value are not columns.
-        if name is not None and (not name or not set(name).isdisjoint(".[]") or name.isdigit()):
+        if not name or not set(name).isdisjoint(".[]") or name.isdigit():
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
-    return [name for _, name, _, _ in parts if name is not None]
+        if conversion not in (None, *"ars"):
+            raise ValueError(f"the template has {{{name}!{conversion}}}; after ! there may be a, r or s")
+    return [name for name, _ in fields]
+
+
+def _template_fields(template: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and the conversion of each field, also of those in formats, as in ``{text:>{width}}``."""
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None:
+            yield name, conversion
+            yield from _template_fields(form or "")
 
 
 def filled(template: str, columns: Mapping[str, Any]) -> str:

@@ -267,7 +267,12 @@ class TestKinds:
             with pytest.raises(ValueError, match=f"names two columns '{name}'; rename one"):
                 list(read_records(path))
 
-    @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}"])
+    def test_columns_of_a_format_are_columns_of_the_template(self, talker: lp.Engine) -> None:
+        assert Answerer(talker, GREEDY, "{a!r:>{b}} {c:{d}.{e}}").columns == ["a", "b", "c", "d", "e"]
+
+    @pytest.mark.parametrize(
+        "template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}", "{a!z}", "{a:>{b.c}}", "{a:{}}"]
+    )
     def test_wrong_templates_are_refused(self, talker: lp.Engine, template: str) -> None:
         with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
             Answerer(talker, GREEDY, template)

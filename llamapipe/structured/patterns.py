@@ -32,6 +32,8 @@ _QUOTES: Final = {'"', '\\"', r"\\", r"\x22", r"\u0022", r"\x5c", r"\u005c"}
 _ESCAPE = r"\\(?:u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
 _TIMES = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})?[?+]?"
 _PAIR = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+# After an inner class of Rust: the end, an operator, or further classes and the end.
+_REST_OF_OUTER = re.compile(r"--|&&|~~|(?:\[(?:\\.|[^\[\]\\])*\])*\]", re.DOTALL)
 _MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
 
 
@@ -130,12 +132,14 @@ def _end_of_class(pattern: str, start: int) -> int:
     """Return the place after the end of a class, in ECMAScript and Python, where classes cannot be nested."""
     at = start + 1 + pattern.startswith("^", start + 1)
     at += pattern.startswith("]", at)
+    has_bracket = False
     while at < len(pattern) and pattern[at] != "]":
         match = _MEMBER.match(pattern, at)
         assert match is not None
+        has_bracket |= match[0] == "["
         at = match.end()
-    # Rust nests classes. In a nested class, the rest of the outer class follows.
-    if pattern[at + 1 : at + 2] == "]" or re.match(r"--|&&|~~|\[", pattern[at + 1 : at + 3]):
+    # Rust nests classes. After the end of an inner class, the rest of the outer class follows.
+    if has_bracket and _REST_OF_OUTER.match(pattern, at + 1):
         return min(start + 1, len(pattern))
     return min(at + 1, len(pattern))
 

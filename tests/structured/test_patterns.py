@@ -91,6 +91,8 @@ DIALECTS: list[tuple[str, list[str], list[str]]] = [
     (r"^(?:(?!^-0$)-?(?:0|[1-9]\d*))$", ["0", "-5"], ["-0", "01"]),
     (r"^(?!^b).b|^b$", ["ab", "b"], ["bb", "axb"]),
     # look-ahead at each character, look-behind at the end
+    (r"^(?![&&])[^a]$", ['"', "\\", "~"], ["&", "a"]),
+    (r"^(?![a~~b]+)[^/]$", ['"', "\n", "&"], ["a", "~", "/"]),
     (r"^((?!foo).)*$", ["", "fo", 'fo"o'], ["foo", "xfoox"]),
     (r"^x(?:(?!a|b)[a-d]){1,2}$", ["xc", "xcd"], ["x", "xa", "xcb", "xccc"]),
     (r"^.*(?<!\.exe)$", ["", "a.ex", 'a".txt'], ["a.exe"]),

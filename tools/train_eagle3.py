@@ -68,6 +68,25 @@ def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
     return [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
+def begun(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> list[list[int]]:
+    """Token ids of texts that the model begins at random, and continues in two ways."""
+    first = model.tokenize("", add_special=True)
+    with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads) as engine:
+        each = [
+            lp.SamplingParams(max_tokens=n_tokens, temperature=1.0, seed=seed * n_texts + i)
+            for i in range(n_texts)
+        ]
+        begins = [
+            [*first, *text.token_ids[: n_tokens // 8]] for text in engine.generate([first] * n_texts, each)
+        ]
+        each = [
+            lp.SamplingParams(max_tokens=n_tokens, temperature=0.0 if i % 2 else 0.7, seed=i)
+            for i in range(n_texts)
+        ]
+        texts = engine.generate(begins, each)
+    return [[*begin, *text.token_ids] for begin, text in zip(begins, texts, strict=True)]
+
+
 def read(
     model: lp.Model, texts: list[list[int]], layers: tuple[int, ...], n_threads: int
 ) -> Iterator[tuple[list[int], np.ndarray[Any, Any], list[int]]]:
@@ -88,28 +107,22 @@ def read(
 
 
 # ---- the draft
-class Draft(torch.nn.Module):  # type: ignore[misc]
-    """The layer of llama.cpp's ``eagle3``, and several guesses in a row, as it will make them."""
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    """A layer that drafts, and several guesses in a row, as llama.cpp will make them.
 
-    def __init__(self, shape: Eagle3Shape, output: torch.Tensor) -> None:
+    ``n_in``: the width of what attention reads. ``norms``: the names of the norms. ``output``: the output matrix.
+    """
+
+    def __init__(self, shape: Eagle3Shape, n_in: int, norms: tuple[str, ...], output: torch.Tensor) -> None:
         super().__init__()
         self.shape = shape
         width, head = shape.width, shape.head
-
-        def linear(n_in: int, n_out: int) -> Any:
-            return torch.nn.Linear(n_in, n_out, bias=False)
-
-        self.fc = linear(len(shape.layers) * shape.target_width, width)
-        self.q, self.k = linear(2 * width, shape.heads * head), linear(2 * width, shape.heads_kv * head)
-        self.v, self.o = linear(2 * width, shape.heads_kv * head), linear(shape.heads * head, width)
-        self.gate, self.up, self.down = (
-            linear(width, shape.ffn),
-            linear(width, shape.ffn),
-            linear(shape.ffn, width),
-        )
+        self.q, self.k = linear(n_in, shape.heads * head), linear(n_in, shape.heads_kv * head)
+        self.v, self.o = linear(n_in, shape.heads_kv * head), linear(shape.heads * head, width)
+        self.gate, self.up = linear(width, shape.ffn), linear(width, shape.ffn)
+        self.down = linear(shape.ffn, width)
         self.output = linear(width, len(output))
         self.output.weight.data.copy_(output)
-        norms = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm")
         self.norms = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(width)) for name in norms})
         for module in (self.o, self.down):
             module.weight.data *= 0.1
@@ -120,36 +133,48 @@ class Draft(torch.nn.Module):  # type: ignore[misc]
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """Positions as rotations of neighbouring values."""
-        n, half = x.shape[-2], x.shape[-1] // 2
-        speeds = self.shape.freq_base ** (-torch.arange(half) / half)
-        angles = torch.arange(n)[:, None] * speeds
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.angles(x)
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
+    def angles(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for each position and each pair of values."""
+        n, half = x.shape[-2], x.shape[-1] // 2
+        speeds = self.shape.freq_base ** (-torch.arange(half) / half)
+        angles = torch.arange(n)[:, None] * speeds
+        return angles.cos(), angles.sin()
+
+    def begin(self, states: torch.Tensor) -> torch.Tensor:
+        """What the model's states are to the layer."""
+        return states
+
+    def read(self, embedded: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to, and what attention reads."""
+        raise NotImplementedError
+
     def forward(self, embedded: torch.Tensor, states: torch.Tensor, n_guesses: int) -> list[torch.Tensor]:
-        """Logits of each of ``n_guesses`` guesses in a row, of ``(texts, positions, tokens of d2t)``.
+        """Logits of each of ``n_guesses`` guesses in a row, of ``(texts, positions, tokens of the output matrix)``.
 
         ``embedded``: the tokens after the states. Guess ``k`` at a position reads the state that guess ``k - 1`` made
         at the one before. It attends to the keys of the model's states up to ``k`` positions before, then to its own.
         """
         shape, (n_texts, n, _) = self.shape, embedded.shape
-        state, found = self.fc(states), []
+        state, guesses = self.begin(states), []
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         places = torch.arange(n)
         for guess in range(n_guesses):
             if guess:
                 state = F.pad(state, (0, 0, 1, -1))
-            both = torch.cat([self.norm(embedded, "attn_norm"), self.norm(state, "attn_norm_2")], -1)
+            residual, read = self.read(embedded, state)
 
             def heads(x: torch.Tensor, n_heads: int) -> torch.Tensor:
                 return x.view(n_texts, n, n_heads, shape.head).transpose(1, 2)
 
-            q = self.turn(heads(self.q(both), shape.heads))
+            q = self.turn(heads(self.q(read), shape.heads))
             n_same = shape.heads // shape.heads_kv
-            keys.append(self.turn(heads(self.k(both), shape.heads_kv)).repeat_interleave(n_same, 1))
-            values.append(heads(self.v(both), shape.heads_kv).repeat_interleave(n_same, 1))
+            keys.append(self.turn(heads(self.k(read), shape.heads_kv)).repeat_interleave(n_same, 1))
+            values.append(heads(self.v(read), shape.heads_kv).repeat_interleave(n_same, 1))
             scores = q @ keys[0].transpose(-1, -2)
             scores = scores.masked_fill(places[None, :] > places[:, None] - guess, -torch.inf)
             # The keys that this guess and those before it made: guess j, `guess - j` positions before.
@@ -160,21 +185,44 @@ class Draft(torch.nn.Module):  # type: ignore[misc]
             attended = shares[..., :n] @ values[0]
             for j, value in enumerate(own_v):
                 attended = attended + shares[..., n + j : n + j + 1] * value
-            x = state + self.o(attended.transpose(1, 2).reshape(n_texts, n, -1))
+            x = residual + self.o(attended.transpose(1, 2).reshape(n_texts, n, -1))
             normed = self.norm(x, "ffn_norm")
             state = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-            found.append(self.output(self.norm(state, "output_norm")))
-        return found
+            guesses.append(self.output(self.norm(state, "output_norm")))
+        return guesses
+
+
+def linear(n_in: int, n_out: int) -> Any:
+    """A matrix."""
+    return torch.nn.Linear(n_in, n_out, bias=False)
+
+
+class Draft(Layer):
+    """The layer of llama.cpp's ``eagle3``."""
+
+    def __init__(self, shape: Eagle3Shape, output: torch.Tensor) -> None:
+        norms = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm")
+        super().__init__(shape, 2 * shape.width, norms, output)
+        self.fc = linear(len(shape.layers) * shape.target_width, shape.width)
+
+    def begin(self, states: torch.Tensor) -> torch.Tensor:
+        """What the model's states are to the layer."""
+        result: torch.Tensor = self.fc(states)
+        return result
+
+    def read(self, embedded: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to, and what attention reads."""
+        return state, torch.cat([self.norm(embedded, "attn_norm"), self.norm(state, "attn_norm_2")], -1)
 
     def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
         """By the names of the file."""
         names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
                  "down": "ffn_down"}  # fmt: skip
-        found = {"fc.weight": self.fc.weight, "output.weight": self.output.weight}
-        found |= {f"blk.0.{theirs}.weight": getattr(self, ours).weight for ours, theirs in names.items()}
+        weights = {"fc.weight": self.fc.weight, "output.weight": self.output.weight}
+        weights |= {f"blk.0.{theirs}.weight": getattr(self, ours).weight for ours, theirs in names.items()}
         for name, norm in self.norms.items():
-            found["output_norm.weight" if name == "output_norm" else f"blk.0.{name}.weight"] = norm
-        return {name: tensor.detach().float().numpy() for name, tensor in found.items()}
+            weights["output_norm.weight" if name == "output_norm" else f"blk.0.{name}.weight"] = norm
+        return {name: tensor.detach().float().numpy() for name, tensor in weights.items()}
 
 
 @dataclass
@@ -206,7 +254,7 @@ class Texts:
 
 
 def train(
-    draft: Draft,
+    draft: Layer,
     texts: Texts,
     n_guesses: int,
     n_epochs: int,
@@ -219,7 +267,9 @@ def train(
     by_length = sorted(range(len(texts.tokens)), key=lambda i: len(texts.tokens[i]))
     held_out = [i for i in by_length if i % 16 == 0]
     order = [i for i in by_length if i % 16]
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        [p for p in draft.parameters() if p.requires_grad], lr=rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
     n_each, began, rng, step = 8, time.monotonic(), random.Random(1), 0
     groups = [order[i : i + n_each] for i in range(0, len(order), n_each)]
     n_steps = n_epochs * len(groups)
@@ -256,7 +306,7 @@ def train(
             return
 
 
-def shares(draft: Draft, texts: Texts, which: list[int], n_guesses: int) -> list[float]:
+def shares(draft: Layer, texts: Texts, which: list[int], n_guesses: int) -> list[float]:
     """The share of right guesses in other texts, if those before in the row were right."""
     n_right, n_all = [0] * n_guesses, [0] * n_guesses
     for embedded, states, right in texts.batches(which, 4):

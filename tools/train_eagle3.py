@@ -39,8 +39,11 @@ N_LABELLED = 512  # most positions of a decode with logits
 
 
 # ---- text and states, from the engine
-def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> list[list[int]]:
-    """Token ids of chats: the model writes the user's message, too, from what its template has before one.
+Written = list[tuple[list[int], int]]  # token ids, and how many are a prompt, after which nothing is guessed
+
+
+def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> Written:
+    """Chats: the model writes the user's message, too, from what its template has before one.
 
     Magpie's way to texts that are like the model's (arXiv:2406.08464); nothing else decides what they are about.
     """
@@ -65,11 +68,13 @@ def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
             for i in range(len(prompts))
         ]
         answers = engine.generate(prompts, each, progress=False)
-    return [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    return [
+        ([*prompt, *answer.token_ids], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
-def begun(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> list[list[int]]:
-    """Token ids of texts that the model begins at random, and continues in two ways."""
+def begun(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: int) -> Written:
+    """Texts that the model begins at random, and continues in two ways."""
     first = model.tokenize("", add_special=True)
     with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads) as engine:
         each = [
@@ -84,19 +89,35 @@ def begun(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
             for i in range(n_texts)
         ]
         texts = engine.generate(begins, each)
-    return [[*begin, *text.token_ids] for begin, text in zip(begins, texts, strict=True)]
+    return [([*begin, *text.token_ids], 1) for begin, text in zip(begins, texts, strict=True)]
+
+
+def stored_texts(file: Path, make: Callable[[], Written]) -> Written:
+    """The texts in a file, or new ones, which it gets."""
+    if not file.exists():
+        new = make()
+        np.savez(
+            file,
+            tokens=np.concatenate([text for text, _ in new]),
+            ends=np.cumsum([len(text) for text, _ in new]),
+            prompts=[n for _, n in new],
+        )
+    stored = np.load(file)
+    texts = [part.tolist() for part in np.split(stored["tokens"], stored["ends"][:-1])]
+    print(f"{len(texts)} texts, {len(stored['tokens'])} tokens", flush=True)
+    return list(zip(texts, stored["prompts"].tolist(), strict=True))
 
 
 def read(
-    model: lp.Model, texts: list[list[int]], layers: tuple[int, ...], n_threads: int
+    model: lp.Model, texts: Written, layers: tuple[int, ...], n_threads: int
 ) -> Iterator[tuple[list[int], np.ndarray[Any, Any], list[int]]]:
     """Of each text its tokens, the states of their positions, and the most probable token after each."""
     with Context(
         model, n_ctx=1024, n_outputs_max=N_LABELLED, n_ubatch=N_LABELLED, n_threads=n_threads
     ) as context:
         context.keep_states(1024, layers)
-        for given in texts:
-            text, after = given[:1024], []
+        for whole, _ in texts:
+            text, after = whole[:1024], []
             for first in range(0, len(text), N_LABELLED):
                 part = text[first : first + N_LABELLED]
                 n = len(part)
@@ -227,9 +248,13 @@ class Draft(Layer):
 
 @dataclass
 class Texts:
-    """Batches of texts of similar length. ``chosen``: the tokens that the draft can guess."""
+    """Batches of texts of similar length.
+
+    ``prompts``: how many tokens of each come before the first that is guessed. ``chosen``: those that can be guessed.
+    """
 
     tokens: list[list[int]]
+    prompts: list[int]
     states: list[np.ndarray[Any, Any]]
     after: list[list[int]]
     embeddings: torch.Tensor
@@ -246,10 +271,12 @@ class Texts:
             n = min(len(self.tokens[i]) for i in each) - 1
             tokens = torch.tensor([self.tokens[i][1 : n + 1] for i in each])
             states = torch.from_numpy(np.stack([self.states[i][:n] for i in each])).float()
+            right = place[torch.tensor([self.after[i][1 : n + 1] for i in each])]
+            firsts = torch.tensor([max(self.prompts[i] - 2, 0) for i in each])
             yield (
                 self.embeddings[tokens],
                 states,
-                place[torch.tensor([self.after[i][1 : n + 1] for i in each])],
+                right.masked_fill(torch.arange(n) < firsts[:, None], -100),
             )
 
 
@@ -353,18 +380,15 @@ def main() -> None:
         args.work / name for name in ("texts.npz", "states.npz", "draft.pt")
     )
     began = time.monotonic()
-    if not texts_file.exists():
+
+    def make() -> Written:
         with lp.Model(args.model) as model:
-            written = write(model, args.texts, args.tokens, args.threads, args.seed)
-        np.savez(texts_file, tokens=np.concatenate(written), ends=np.cumsum([len(text) for text in written]))
-    stored = np.load(texts_file)
-    written = [part.tolist() for part in np.split(stored["tokens"], stored["ends"][:-1])]
-    print(
-        f"{len(written)} texts, {len(stored['tokens'])} tokens, {time.monotonic() - began:.0f} s", flush=True
-    )
+            return write(model, args.texts, args.tokens, args.threads, args.seed)
+
+    texts = stored_texts(texts_file, make)
     if not states_file.exists():
         with lp.Model(args.model) as model:
-            parts = list(read(model, written, shape.layers, args.threads))
+            parts = list(read(model, texts, shape.layers, args.threads))
         np.savez(
             states_file,
             states=np.concatenate([states for _, states, _ in parts]),
@@ -374,15 +398,19 @@ def main() -> None:
     stored = np.load(states_file)
     ends, after = stored["ends"][:-1], stored["after"]
     print(f"states: {time.monotonic() - began:.0f} s", flush=True)
-    counts = np.bincount(after)
+    guessed = np.concatenate(
+        [part[max(n - 1, 0) :] for part, (_, n) in zip(np.split(after, ends), texts, strict=True)]
+    )
+    counts = np.bincount(guessed)
     chosen = sorted(np.argsort(-counts, kind="stable")[: args.vocab].tolist())
-    print(f"{len(chosen)} tokens are {counts[chosen].sum() / counts.sum():.4f} of the text", flush=True)
+    print(f"{len(chosen)} tokens are {counts[chosen].sum() / counts.sum():.4f} of the answers", flush=True)
     embedded = next(t for t in gguf.GGUFReader(args.model).tensors if t.name == "token_embd.weight")
     embeddings = torch.from_numpy(
         gguf.quants.dequantize(embedded.data, embedded.tensor_type).reshape(-1, shape.target_width).copy()
     )
-    texts = Texts(
-        written,
+    each = Texts(
+        [text[:1024] for text, _ in texts],
+        [n for _, n in texts],
         np.split(stored["states"], ends),
         [part.tolist() for part in np.split(after, ends)],
         embeddings,
@@ -397,7 +425,7 @@ def main() -> None:
         torch.save(draft.state_dict(), weights_file)
         write_eagle3(args.out, args.model, shape, draft.tensors(), chosen, args.type_name)
 
-    train(draft, texts, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
+    train(draft, each, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
 
 

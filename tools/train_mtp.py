@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import numpy.typing as npt
 import torch
 from make_eagle3 import KINDS, Eagle3Shape, shape_for
 from make_model import finish, vocabulary
-from train_eagle3 import Layer, Texts, begun, linear, read, train, write
+from train_eagle3 import Layer, Texts, begun, linear, read, stored_texts, train, write
 
 import llamapipe as lp
 
@@ -144,22 +143,17 @@ def main() -> None:
     embeddings = matrix("token_embd.weight")
     layer = Mtp(shape, matrix("output.weight") if "output.weight" in tensors else embeddings)
     write_mtp(args.out, args.model, layer, args.type_name)  # not trained: the model's states are read with it
-    began, texts_file = time.monotonic(), args.work / "texts.npz"
+    began = time.monotonic()
     with lp.Model(args.out) as model:
-        if not texts_file.exists():
-            source = begun if args.plain else write
-            texts = source(model, args.texts, args.tokens, args.threads, args.seed)
-            np.savez(texts_file, tokens=np.concatenate(texts), ends=np.cumsum([len(text) for text in texts]))
-        stored = np.load(texts_file)
-        texts = [part.tolist() for part in np.split(stored["tokens"], stored["ends"][:-1])]
-        print(
-            f"{len(texts)} texts, {len(stored['tokens'])} tokens, {time.monotonic() - began:.0f} s",
-            flush=True,
+        source = begun if args.plain else write
+        texts = stored_texts(
+            args.work / "texts.npz", lambda: source(model, args.texts, args.tokens, args.threads, args.seed)
         )
         parts = list(read(model, texts, (), args.threads))
     print(f"states: {time.monotonic() - began:.0f} s", flush=True)
     each = Texts(
         [text for text, _, _ in parts],
+        [n for _, n in texts],
         [states for _, states, _ in parts],
         [after for _, _, after in parts],
         embeddings,

@@ -151,6 +151,7 @@ def _class(text: str, is_wide: bool) -> str:
     written, at = head, len(head)
     is_first = True
     excludes = False
+    member = ""
     while at < len(text) - 1:
         match = _MEMBER.match(text, at)
         assert match is not None
@@ -173,7 +174,11 @@ def _class(text: str, is_wide: bool) -> str:
             member = f"\\{member}"
         written += member
         is_first = False
-    return written + (r"\x00]" if excludes else "]")
+    if excludes:
+        if member == "-":  # a hyphen at the end stands for itself
+            written = written[:-1] + r"\-"
+        written += r"\x00"
+    return written + "]"
 
 
 # ---- look-ahead

@@ -110,9 +110,15 @@ def is_null(value: object) -> bool:
 
 def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
-        return list(value) if value.dtype.kind in "mM" else value.tolist()  # dates as text, not as numbers
-    if isinstance(value, (np.bool_, np.floating)):
-        return value.item()
+        if value.dtype.kind in "mM":
+            return list(value)  # dates as text, not as numbers
+        if value.dtype.kind == "f":
+            value = np.where(np.isfinite(value), value, None)  # JSON has no NaN
+        return value.tolist()
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.floating):
+        return float(value)
     try:
         return operator.index(value)  # type: ignore[arg-type]  # numpy's integers
     except TypeError:
@@ -125,8 +131,9 @@ def _content(value: object) -> object:
     The text of a value may have its address, as that of a Pillow image, or leave out most of an array.
     """
     if isinstance(value, np.ndarray):
-        is_numbers = value.dtype != object
-        return [str(value.dtype), value.shape, _hash(value.tobytes())] if is_numbers else value.tolist()
+        # Others have addresses among their bytes, or bytes without a meaning.
+        is_plain = value.dtype.kind in "biufcmMSU" and value.dtype.char not in "gG"
+        return [str(value.dtype), value.shape, _hash(value.tobytes()) if is_plain else value.tolist()]
     if isinstance(value, memoryview):
         return _hash(value.tobytes())
     kind = type(value)

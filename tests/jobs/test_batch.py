@@ -996,6 +996,10 @@ def test_kept_values_of_numpy_stay_what_they_are() -> None:
         (np.array([["a", None]], object), [["a", None]]),
         (np.array(["a", "b"]), ["a", "b"]),
         (np.float32(1.5), 1.5),
+        (np.longdouble(1.5), 1.5),
+        (np.array([1.5, 2], np.longdouble), [1.5, 2.0]),
+        (np.where(long < 2, long, np.nan), [0.0, 1.0, *[None] * 4998]),
+        (np.array([[np.inf, 1]]), [[None, 1.0]]),
         (np.bool_(True), True),
         ({"a": np.array([True]), "b": np.int8(3)}, {"a": [True], "b": 3}),
         (np.datetime64("2020-01-01T00:00:00", "ns"), "2020-01-01T00:00:00.000000000"),
@@ -1026,13 +1030,13 @@ array = np.zeros((64, 64, 3), np.uint8)
 changed = array.copy()
 changed[32, 32] = 9
 for value in (array, changed, *map(Image.fromarray, (array, changed)), memoryview(b"x"), Other(),
-              np.array(["a", Other()], object)):
+              np.array(["a", Other()], object), np.array([1.5], np.longdouble)):
     print(Record(0, {"messages": [{"role": "user", "content": [{"type": "image", "image": value}]}]}).digest)
 """
     # Other objects begin at other addresses.
     digests = [run_script(f"kept = [bytearray({n}) for _ in range(999)]\n{program}") for n in (9, 5000)]
     assert digests[0] == digests[1]
-    assert len(set(digests[0].split())) == 7
+    assert len(set(digests[0].split())) == 8
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])

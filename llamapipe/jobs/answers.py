@@ -326,17 +326,20 @@ def check_template(template: str) -> list[str]:
     return [name for name, _ in fields]
 
 
-def _template_fields(template: str) -> Iterator[tuple[str, str | None]]:
+def _template_fields(template: str, is_format: bool = False) -> Iterator[tuple[str, str | None]]:
     """Yield the name and the conversion of each field, also of those in formats, as in ``{text:>{width}}``."""
     for _, name, form, conversion in string.Formatter().parse(template):
-        if name is not None:
-            yield name, conversion
-            yield from _template_fields(form or "")
+        if name is None:
+            continue
+        yield name, conversion
+        if is_format and "{" in (form or ""):
+            raise ValueError(f"the format of {{{name}}}, which is in a format, may not have fields")
+        yield from _template_fields(form or "", is_format=True)
 
 
 def filled(template: str, columns: Mapping[str, Any]) -> str:
     """Return the prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name and is_null(column(columns, name)):
+    for name, _ in _template_fields(template):
+        if is_null(column(columns, name)):
             raise ValueError(f"the column {quoted(name)} is null")
     return template.format_map(columns)

@@ -97,7 +97,8 @@ def _type_of(value: object) -> type:
 
 
 def _write_csv(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    # Lines of another program may hold half an emoji, which would end the job at its last step.
+    with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         for row in rows:

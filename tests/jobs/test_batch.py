@@ -269,9 +269,16 @@ class TestKinds:
 
     def test_columns_of_a_format_are_columns_of_the_template(self, talker: lp.Engine) -> None:
         assert Answerer(talker, GREEDY, "{a!r:>{b}} {c:{d}.{e}}").columns == ["a", "b", "c", "d", "e"]
+        records = [{"a": "x", "b": 3}, {"a": "x", "b": None}, {"a": "x"}]
+        results = list(lp.run_batch(records, talker, GREEDY, template="{a:>{b}}"))
+        assert [result.get("error", {}).get("message") for result in results] == [
+            None,
+            "the column 'b' is null",
+            "the record has no column 'b'; it has 'a'",
+        ]
 
     @pytest.mark.parametrize(
-        "template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}", "{a!z}", "{a:>{b.c}}", "{a:{}}"]
+        "template", ["{}", "{0}", "{a.b}", "{a[0]}", "{", "}", "{a!z}", "{a:>{b.c}}", "{a:{}}", "{a:{b:{c}}}"]
     )
     def test_wrong_templates_are_refused(self, talker: lp.Engine, template: str) -> None:
         with pytest.raises(ValueError, match=r"template|brace|'[{}]'"):
@@ -1056,6 +1063,17 @@ def test_half_an_emoji_leaves_a_file_that_others_can_read(
     else:
         assert "\N{REPLACEMENT CHARACTER}!" in out.read_text(encoding="utf-8")
         assert "\N{GRINNING FACE}" in out.read_text(encoding="utf-8")
+
+
+def test_half_an_emoji_in_lines_that_another_program_wrote(talker: lp.Engine, tmp_path: Path) -> None:
+    """The table is written from them after the last record: an error there would come again at each start."""
+    (tmp_path / "in.jsonl").write_text(lines({"prompt": "a", "id": "half"}))
+    out = tmp_path / "out.csv"
+    lp.run_batch(tmp_path / "in.jsonl", talker, GREEDY, output=tmp_path / "out.csv.jsonl")
+    written = (tmp_path / "out.csv.jsonl").read_bytes()
+    (tmp_path / "out.csv.jsonl").write_bytes(written.replace(b"half", b"\xed\xa0\xbd!"))
+    assert lp.run_batch(tmp_path / "in.jsonl", talker, GREEDY, output=out).n_skipped == 1
+    assert "?!," in out.read_text(encoding="utf-8")
 
 
 def test_biases_of_a_line(job: Callable[..., Any], talker: lp.Engine) -> None:

@@ -193,7 +193,7 @@ def _without_truncation() -> Iterator[None]:
 
 def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
     for i, tool in enumerate(tools):
-        function = tool.get("function")
+        function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or "name" not in function:
             raise ValueError(
                 f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}, not {quoted(tool)}'

@@ -380,6 +380,7 @@ class TestChats:
                 (MESSAGES, {"tools": [TOOL], "tool_choice": "auto"}, "no tool calls"),
                 (MESSAGES, {"tools": [TOOL]}, "no tool calls"),
                 (MESSAGES, {"tools": [{"name": "x"}], "tool_choice": CHOICE_X}, r"tools\[0\] must be \{"),
+                (MESSAGES, {"tools": ["x"], "tool_choice": CHOICE_X}, r"tools\[0\] must be \{.*, not 'x'"),
                 ("Hello", {}, "messages must be a list of messages, not str"),
                 (["Hello"], {}, r"messages\[0\] must be a dict with role and content, not str"),
                 (MESSAGES, {"response_format": {"type": "xml"}}, "its type must be"),

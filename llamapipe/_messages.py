@@ -126,10 +126,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "Anthropic's tools": {"function": "in this API, a tool has name, description and input_schema"},
     "tool choice": {"any": ("required",)},
     # Keywords of calls.
-    "call": {
-        "stream": "use engine.stream or engine.stream_chat",
-        "system": 'give a message with the role: {"role": "system", "content": …}',
-    },
+    "call": {"system": 'give chat() a message with the role: {"role": "system", "content": …}'},
     # Options of llama.cpp's programs, then of vLLM.
     "command line": {
         **{name: (f"--{option.name.replace('_', '-')}",) for option in OPTIONS for name in option.elsewhere},
@@ -251,12 +248,12 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         # What the model reads.
         "prompt": ("messages", "input", "content"),
         "messages": ("input", "prompt (routes for chats have messages)"),
-        "input": ("messages", "prompt", "content"),
-        "content": ("prompt", "input", "messages"),
+        "input": ("content", "prompt", "messages"),
+        "content": ("input", "prompt", "messages"),
         "text": ("content", "prompt", "input", "response_format"),
         "system": ("instructions", "messages with the role system"),
         "instructions": ("system", "messages with the role system"),
-        **dict.fromkeys(("images", "image_data"), "give images as parts of messages, of the type image_url"),
+        **dict.fromkeys(("images", "image_data"), ("messages (a message holds its images)",)),
         "raw": "/v1/completions applies no template",
         # What the answer must be like.
         "format": ("response_format", *_MEMBER_FORMAT),
@@ -412,10 +409,21 @@ def explains_keywords(function: F) -> F:
             return (
                 f"sampling options are fields of SamplingParams: {name}(prompt, lp.SamplingParams({options}))"
             )
-        hint = did_you_mean(unknown, known | BY_NAME.keys(), "call")
+        hint = (
+            _streaming(name) if unknown == "stream" else did_you_mean(unknown, known | BY_NAME.keys(), "call")
+        )
         return f"{name}() has no option {quoted(unknown)}{hint or _all(known - {'prompt', 'params'})}"
 
     return _explained(function, explain)
+
+
+def _streaming(name: str) -> str:
+    """Return text to append to a message about ``stream=``, which other libraries' calls have."""
+    names = {"generate": "stream", "chat": "stream_chat", "infill": "stream_infill"}
+    names |= {f"a{whole}": f"a{stream}" for whole, stream in names.items()}
+    if name in names.values():
+        return f"; leave it out: {name}() streams"
+    return f"; use engine.{names[name]}" if name in names else ""
 
 
 def wrong_option(name: str, wrong: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,10 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
         (lambda e: e.tokenize("a"), "tokenize", "engine.model.tokenize"),
         (lambda e: e.create_chat_completion([]), "create_chat_completion", "llamapipe.compat.Llama"),
         (lambda e: e.generate("a", stream=True), "stream", "use engine.stream"),
+        (lambda e: e.infill("a", "b", stream=True), "'stream'", "use engine.stream_infill"),
+        (lambda e: e.stream_chat("a", stream=True), "'stream'", "leave it out: stream_chat() streams"),
+        (lambda e: asyncio.run(e.achat("a", stream=True)), "'stream'", "use engine.astream_chat"),
+        (lambda e: e.start("a", stream=True), "'stream'", "it has: "),
         (lambda e: e.chat("a", system="b"), "system", '"role": "system"'),
         (lambda e: e.generate("a", ONE).content, "content", "use text"),
         (lambda e: e.generate("a", ONE).usage, "usage", "n_prompt_tokens"),

@@ -63,11 +63,12 @@ class Record:
 
 
 def check_columns(path: Path, names: Collection[str]) -> None:
-    """Raise ValueError if none of a file's first records has a column. Pipes, which can be read only once, are skipped.
+    """Raise ValueError if none of a file's first records has a column, or if the header of a CSV file is wrong.
 
-    JSON lines may have different fields, so one record that has the column is enough.
+    JSON lines may have different fields, so one record that has the column is enough. Pipes, which can be read only
+    once, are skipped.
     """
-    if not names or is_pipe(path):
+    if is_pipe(path) or not (names or format_of(path) == "csv"):
         return
     seen: dict[str, None] = {}
     for record in islice(read_records(path), _N_LOOKED_AT):

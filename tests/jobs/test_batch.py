@@ -33,6 +33,7 @@ from support.inside import loop_of
 from support.run_script import command, environment, run_script
 
 import llamapipe as lp
+from llamapipe.cli import main
 from llamapipe.jobs.answers import Answerer
 from llamapipe.jobs.records import MAX_LINE_BYTES, Record, as_json, count_records, read_records
 from llamapipe.jobs.results import ResultFile, open_output
@@ -266,6 +267,21 @@ class TestKinds:
         else:
             with pytest.raises(ValueError, match=f"names two columns '{name}'; rename one"):
                 list(read_records(path))
+
+    @pytest.mark.parametrize(
+        ("text", "message"), [("prompt,a,a\nx,1,2\n", "names two columns"), ("", "no header")]
+    )
+    def test_a_wrong_header_is_told_at_once(
+        self, talker: lp.Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+    ) -> None:
+        """Not after a model is loaded, and a file for the results made."""
+        (tmp_path / "in.csv").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            lp.run_batch(tmp_path / "in.csv", talker, GREEDY, output=tmp_path / "out.jsonl")
+        words = ["batch", str(tmp_path / "in.csv"), "-o", str(tmp_path / "out.jsonl"), "-m", "nowhere.gguf"]
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out.jsonl").exists()
 
     def test_columns_of_a_format_are_columns_of_the_template(self, talker: lp.Engine) -> None:
         assert Answerer(talker, GREEDY, "{a!r:>{b}} {c:{d}.{e}}").columns == ["a", "b", "c", "d", "e"]

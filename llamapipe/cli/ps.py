@@ -71,7 +71,12 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     from urllib.request import ProxyHandler, Request, build_opener
 
     wrong_url = UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
-    if urlsplit(args.url).scheme not in ("http", "https"):
+    try:
+        address = urlsplit(args.url)
+        (address.hostname or "").encode("idna")
+    except ValueError:
+        raise wrong_url from None
+    if address.scheme not in ("http", "https") or not address.hostname:
         raise wrong_url
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -88,7 +93,9 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
             try:
                 message = json.load(error)["error"]["message"]
             except (ValueError, KeyError, TypeError):
-                message = f"{error.code} {error.reason}"
+                message = None
+        if not isinstance(message, str):
+            message = f"{error.code} {error.reason}"
         if error.code == 401:
             message = f"{message.partition(';')[0]}; put the key into the variable {KEY_VARIABLE}"
         raise OSError(f"{args.url}: {message}") from None

@@ -168,9 +168,12 @@ def _entry(path: Path, name: str, table: Any) -> ModelEntry:
 
 
 def _place(file: str, folder: Path) -> str:
-    """Return a path relative to the list's folder or to ``~``; names on the Hub or in Ollama's store are unchanged."""
-    if file.startswith(("hf:", OLLAMA)):
-        return file
+    """Return the path of a model's file; names on the Hub or in Ollama's store are unchanged."""
+    return file if file.startswith(("hf:", OLLAMA)) else _path(file, folder)
+
+
+def _path(file: str, folder: Path) -> str:
+    """Return a path relative to the list's folder, or to the home folder if it begins with ``~``."""
     try:
         return str(folder / path_of(file))
     except ValueError as e:  # there is no home folder
@@ -191,11 +194,11 @@ def _value(where: str, name: str, value: Any, folder: Path) -> Any:
             raise UsageError(f"{where} must be text, the name of a GGUF file")
         return value if value in _FILES[name] else _place(value, folder)
     if name == "chat_template" and isinstance(value, str) and "{" not in value:
-        return str(folder / value)
+        return _path(value, folder)
     if name == "cache_dir" and isinstance(value, str):
-        return str(folder / Path(value).expanduser())
+        return _path(value, folder)
     if name == "system" and isinstance(value, str) and value.startswith("@"):
-        return f"@{folder / value[1:]}"
+        return f"@{_path(value[1:], folder)}"
     option = _OF_MODEL.get(name)
     if option is not None and option.repeats:
         if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):

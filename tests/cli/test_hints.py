@@ -333,6 +333,20 @@ def test_a_list_of_models_takes_words_for_drafts_as_the_option_does(tmp_path: Pa
     assert read == {**drafts, "c": str(tmp_path / "small.gguf")}
 
 
+def test_paths_in_a_list_of_models_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    keys = {"draft": "", "mmproj": "", "chat_template": "", "cache_dir": "", "system": "@"}
+    models = tmp_path / "models.toml"
+    models.write_text(
+        "[models.a]\nfile = '~/m'\nlora = { l = '~/m' }\n"
+        + "".join(f"{k} = '{at}~/m'\n" for k, at in keys.items())
+    )
+    (entry,) = entries_of([str(models)])
+    place = str(tmp_path / "home" / "m")
+    assert entry.file == place
+    assert entry.options == {"lora": [("l", place)], **{key: at + place for key, at in keys.items()}}
+
+
 def test_a_name_for_no_model_of_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Clients would get 404 for it."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')

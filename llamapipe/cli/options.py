@@ -430,11 +430,11 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
     for name in ("n_threads", "n_threads_batch"):
         if (n := options.get(name)) is not None and n > n_cores:
             logging.getLogger("llamapipe").warning(
-                "--%s is %d, but this process may use %d cores: more threads than free cores make each step many "
-                "times slower; leave it out",
+                "--%s is %d, but this process may use %s: more threads than free cores make each step many times "
+                "slower; leave it out",
                 name.replace("_", "-"),
                 n,
-                n_cores,
+                "1 core" if n_cores == 1 else f"{n_cores} cores",
             )
     with usage_errors():
         return lp.Engine(model, **with_tuning(options))

@@ -168,7 +168,7 @@ def _class(text: str, is_wide: bool) -> str:
         elif (
             member == "["
             or (member == "]" and is_first)
-            or (member in "&~" and text[at : at + 1] == member and text[at + 1 : at + 2] != "[")
+            or (member in "&~" and text[at : at + 1] == member)
             or (member in "&~" and written.endswith(f"\\{member}"))  # the other one of the two
         ):
             member = f"\\{member}"

@@ -30,7 +30,7 @@ DRAFT_KINDS = {
 # Architectures of llama.cpp whose graphs give out the inputs of layers, and with which such drafts were tried. Another
 # one that is asked for them ends the process.
 LAYER_INPUT_TARGETS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4", "gpt-oss", "lfm2")
-# Architectures whose MTP layers were tried in llama.cpp's graphs. Some of these graphs take several: the first drafts.
+# Architectures whose MTP layers were tried in llama.cpp's graphs. Some take several layers, of which the first drafts.
 MTP_ARCHITECTURES = (
     "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "glm4moe", "glm-dsa", "glm5-next", "deepseek2", "deepseek32",
     "nemotron_h_moe", "cohere2moe", "bailingmoe3", "hy_v3", "mimo2", "step35",
@@ -79,10 +79,10 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
 def mtp_problem(
     metadata: Mapping[str, Any], tensors: Container[str], n_embd: int, n_layer: int, n_mtp_layers: int
 ) -> str:
-    """Return why a model's MTP layers cannot draft, as what is said of its file; empty if they can. Any thread.
+    """Return why a model's MTP layers cannot draft, in words that follow the file's name; empty if they can. Any thread.
 
-    ``metadata``: of the model's file; ``tensors``: their names; ``n_embd``: its width; ``n_layer``: its layers without
-    those. llama.cpp takes a file without the tensors of such layers, and would then end the process.
+    ``metadata``, ``tensors``: the file's metadata and the names of its tensors. ``n_layer``: the number of layers without
+    the MTP layers. llama.cpp loads a file that lacks their tensors, and ends the process when such a layer is computed.
     """
     architecture = metadata.get("general.architecture")
     if not n_mtp_layers:
@@ -94,7 +94,7 @@ def mtp_problem(
         return f"has {n_mtp_layers} MTP layers, and llama.cpp computes only one of a {architecture}"
     tensor = f"blk.{n_layer}.nextn.eh_proj.weight"
     if tensor not in tensors:
-        return f"lacks the tensors of the MTP layers that its metadata speaks of ({tensor})"
+        return f"lacks the tensors of the MTP layers that its metadata names ({tensor})"
     return last_states_problem(metadata, n_embd)
 
 

@@ -191,7 +191,7 @@ def _without_truncation() -> Iterator[None]:
         raise InvalidRequestError(str(error).replace(DROP_TURNS, "")) from None
 
 
-def _parameters(tools: list[Mapping[str, Any]], name: str) -> Any:
+def _parameters(tools: list[Any], name: str) -> Any:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or "name" not in function:

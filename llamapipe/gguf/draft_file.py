@@ -79,10 +79,11 @@ def eagle3_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
 def mtp_problem(
     metadata: Mapping[str, Any], tensors: Container[str], n_embd: int, n_layer: int, n_mtp_layers: int
 ) -> str:
-    """Return why a model's MTP layers cannot draft, in words that follow the file's name; empty if they can. Any thread.
+    """Return why a model's MTP layers cannot draft, in words that follow the file's name; empty if they can.
 
-    ``metadata``, ``tensors``: the file's metadata and the names of its tensors. ``n_layer``: the number of layers without
-    the MTP layers. llama.cpp loads a file that lacks their tensors, and ends the process when such a layer is computed.
+    ``metadata``, ``tensors``: of the file; of tensors, the names. ``n_layer``: the number of layers without the MTP
+    layers. llama.cpp loads a file that lacks their tensors, and ends the process when such a layer is computed. Any
+    thread.
     """
     architecture = metadata.get("general.architecture")
     if not n_mtp_layers:

@@ -114,7 +114,9 @@ def _plain(value: object) -> object:
         if value.dtype.kind in "mM":
             return list(value)  # dates as text, not as numbers
         if value.dtype.kind == "f":
-            value = np.where(np.isfinite(value), value, None)  # JSON has no NaN
+            values = value.astype(object)
+            values[~np.isfinite(value)] = None  # JSON has no NaN
+            return values.tolist()
         return value.tolist()
     if isinstance(value, np.bool_):
         return bool(value)

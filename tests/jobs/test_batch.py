@@ -285,7 +285,7 @@ class TestKinds:
 
     def test_columns_of_a_format_are_columns_of_the_template(self, talker: lp.Engine) -> None:
         assert Answerer(talker, GREEDY, "{a!r:>{b}} {c:{d}.{e}}").columns == ["a", "b", "c", "d", "e"]
-        records = [{"a": "x", "b": 3}, {"a": "x", "b": None}, {"a": "x"}]
+        records: list[Any] = [{"a": "x", "b": 3}, {"a": "x", "b": None}, {"a": "x"}]
         results = list(lp.run_batch(records, talker, GREEDY, template="{a:>{b}}"))
         assert [result.get("error", {}).get("message") for result in results] == [
             None,

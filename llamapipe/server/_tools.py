@@ -327,9 +327,10 @@ def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -
             raise ApiError(400, "tool_choice: tools must be a list of tools", "tool_choice.tools")
         named = _by_name(tools)
         allowed: dict[str, None] = {}
-        for entry in listed:
+        for i, entry in enumerate(listed):
             if _hosted(str(entry.get("type"))) is None:
-                allowed |= dict.fromkeys(_chosen(entry, tools, named, is_flat))
+                place = f"tool_choice.tools.{i}" if is_flat else f"tool_choice.allowed_tools.tools.{i}"
+                allowed |= dict.fromkeys(_chosen(entry, tools, named, is_flat, place))
         if not allowed:
             if mode == "auto":
                 return "none"
@@ -362,18 +363,21 @@ def _by_name(tools: Tools) -> _Named:
     return dict(named)
 
 
-def _chosen(tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool) -> list[str]:
+def _chosen(
+    tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool, place: str = "tool_choice"
+) -> list[str]:
     """Return the functions that an object names, several if it names a namespace. Raises ApiError 400."""
     kind = tool_choice.get("type")
     inner = tool_choice if is_flat else tool_choice.get(str(kind))
     name = inner.get("name") if isinstance(inner, Mapping) else None
     space = inner.get("namespace") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
-        form = '"name": …' if is_flat else f'"{kind}": {{"name": …}}'
+        shown = kind if kind in ("custom", "namespace") else "function"
+        form = '"name": …' if is_flat else f'"{shown}": {{"name": …}}'
         raise ApiError(
             400,
-            f'tool_choice must have the form {{"type": "{kind}", {form}}} in this API',
-            "tool_choice.name" if is_flat else f"tool_choice.{kind}.name",
+            f'{place} must have the form {{"type": "{shown}", {form}}} in this API',
+            f"{place}.name" if is_flat else f"{place}.{shown}.name",
         )
     is_namespace = kind == "namespace"
     functions = named.get((is_namespace, name), [])

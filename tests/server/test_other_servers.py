@@ -252,6 +252,14 @@ class TestFields:
             ),
             (
                 "/v1/responses",
+                {
+                    "tools": [{"type": "function", "name": "f"}],
+                    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "f"}, {}]},
+                },
+                'tool_choice.tools.1 must have the form {"type": "function", "name": …} in this API',
+            ),
+            (
+                "/v1/responses",
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
                 "tools.0: unknown key 'function'; in this API, name and parameters stand beside type",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,24 @@ def test_more_threads_than_cores_are_told(
     said(capsys, *command, str(n), status=0)
     assert not caplog.messages
     said(capsys, *command, str(n + 1), status=0)
+    cores = "1 core" if n == 1 else f"{n} cores"
     (message,) = caplog.messages
     assert message.startswith(
-        f"--n-threads is {n + 1}, but this process may use {n} cores: more threads than free"
+        f"--n-threads is {n + 1}, but this process may use {cores}: more threads than free"
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a thread cannot be kept on a core")
+def test_one_core_is_told_as_one(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        said(capsys, "generate", "-n", "1", "-c", "32", "--temp", "0", "Once", "-t", "2", status=0)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert "--n-threads is 2, but this process may use 1 core: more" in caplog.text
 
 
 @pytest.mark.parametrize(

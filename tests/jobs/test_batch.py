@@ -1052,14 +1052,17 @@ class Other:
 array = np.zeros((64, 64, 3), np.uint8)
 changed = array.copy()
 changed[32, 32] = 9
-for value in (array, changed, *map(Image.fromarray, (array, changed)), memoryview(b"x"), Other(),
+colours = [Image.new("P", (8, 8)) for _ in range(2)]
+for i, image in enumerate(colours):
+    image.putpalette([i] * 768)
+for value in (*colours, array, changed, *map(Image.fromarray, (array, changed)), memoryview(b"x"), Other(),
               np.array(["a", Other()], object), np.array([1.5], np.longdouble)):
     print(Record(0, {"messages": [{"role": "user", "content": [{"type": "image", "image": value}]}]}).digest)
 """
     # Other objects begin at other addresses.
     digests = [run_script(f"kept = [bytearray({n}) for _ in range(999)]\n{program}") for n in (9, 5000)]
     assert digests[0] == digests[1]
-    assert len(set(digests[0].split())) == 8
+    assert len(set(digests[0].split())) == 10
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])

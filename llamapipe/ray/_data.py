@@ -281,7 +281,7 @@ def complete(
 
     Rows keep their columns. The columns ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
     ``n_completion_tokens`` and ``error`` are added, and for conversations also ``reasoning`` and ``tool_calls`` (JSON).
-    A row that is bad or fails has a text in ``error``, and the job continues.
+    A row that is bad or fails has a text in ``error``, and the job continues. It ends with an error if an engine fails.
 
     - ``prompt``: a column of texts or of lists of token ids; or a template such as ``"Translate: {text}"``.
       ``messages``: a column of conversations instead (extra ``chat``).

@@ -152,6 +152,8 @@ def _class(text: str, is_wide: bool) -> str:
     is_first = True
     excludes = False
     member = ""
+    low: int | None = None  # the code of a character that may begin a range
+    in_range = False
     while at < len(text) - 1:
         match = _MEMBER.match(text, at)
         assert match is not None
@@ -159,8 +161,15 @@ def _class(text: str, is_wide: bool) -> str:
         at = match.end()
         wide = (_WIDE if head == "[" else _WIDE_WITHOUT).get(member) if is_wide else None
         excludes |= is_wide and head == "[^" and member.lower() in _QUOTES
+        high, begins_range = _code(member), member == "-" and low is not None and not in_range
+        if in_range and low is not None and high is not None:
+            excludes |= is_wide and head == "[^" and any(low <= ord(quote) <= high for quote in '"\\')
+        ends_at_hyphen = member == "-" and in_range and low is not None and low <= ord("-")
+        low, in_range = (low, True) if begins_range else (None if in_range else high, False)
         if wide is not None:
             member = wide
+        elif ends_at_hyphen:
+            member = r"\-"  # two hyphens are an operator in Rust
         elif member == r"\b":
             member = r"\x08"
         elif member[0] == "\\":
@@ -179,6 +188,15 @@ def _class(text: str, is_wide: bool) -> str:
             written = written[:-1] + r"\-"
         written += r"\x00"
     return written + "]"
+
+
+def _code(member: str) -> int | None:
+    """Return the code of a character in a class; None for what is not one character."""
+    if len(member) == 1:
+        return ord(member)
+    if member[:2] in (r"\x", r"\u"):
+        return int(member[2:].strip("{}"), 16) if len(member) > 2 else None
+    return ord(member[1]) if len(member) == 2 and not member[1].isalnum() else None
 
 
 # ---- look-ahead

@@ -59,6 +59,11 @@ DIALECTS: list[tuple[str, list[str], list[str]]] = [
     (r"^[^\\\s-]+$", ['b"'], ["\\", "-", " "]),
     (r'^[^-"]$', ["a", ","], ["-", '"']),
     (r'^[^"--]$', ["a", "."], ["-", '"', "#"]),
+    # ranges: with a quotation mark or a backslash in them, or to a hyphen, which Rust takes for a difference
+    (r"^[^!-/:-@\[-`{-~]+$", ["a1é"], ['"', "\\", "a!", "`"]),
+    (r"^[^\x20-\x23]$", ["a", "\\"], ['"', "#", " "]),
+    (r"^[+--][^+--]$", ["+a", "-.", ",\n"], [".a", "++", "a"]),
+    (r"^[ --a]$", [" ", "-", "a", "("], [".", "b"]),
     # one class after another; in Rust's dialect this may also be the end of a class in a class
     (r'^[^"][^\\]$', ['a"', "é\x01"], ['"a', "a\\", 'ab"']),
     (r"^[!-/:-@[-`{-~][a]$", ["[a", "^a", "{a", "!a"], ["aa", "[["]),

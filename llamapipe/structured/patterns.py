@@ -28,7 +28,11 @@ _WIDE: Final = {r"\w": _WORD, r"\s": r"\s\uFEFF", r"\S": r"\S\x85"}
 _WIDE_WITHOUT: Final = {r"\W": f"[^{_WORD}]", r"\s": r"[\s--\x85]", r"\S": r"[\S--\uFEFF]"}
 # A class that excludes one of these, but no control character, also excludes U+0000. Otherwise llguidance (1.9.1)
 # allows quotation marks and backslashes.
-_QUOTES: Final = {'"', '\\"', r"\\", r"\x22", r"\u0022", r"\x5c", r"\u005c"}
+_QUOTES: Final = (ord('"'), ord("\\"))
+_PUNCTUATION: Final = re.compile(
+    r"\\p\{(?:(?:gc|General_Category)=)?(?:Po?|(?:Other_)?Punctuation|Punct)\}|\[:(?:punct|graph|print):\]",
+    re.IGNORECASE,
+)
 _ESCAPE = r"\\(?:u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
 _TIMES = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})?[?+]?"
 _PAIR = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
@@ -54,7 +58,10 @@ def translated(pattern: str) -> str:
         escape = re.compile(_ESCAPE, re.DOTALL).match(pattern, at)
         if escape is not None:
             wide = _WIDE.get(escape[0]) if is_wide else None
-            written += _escape(pattern, escape) if wide is None else f"[{wide}]"
+            if is_wide and escape[0].startswith(r"\P") and _PUNCTUATION.fullmatch(escape[0]):
+                written += rf"[^\p{escape[0][2:]}\x00]"
+            else:
+                written += _escape(pattern, escape) if wide is None else f"[{wide}]"
             at = escape.end()
         elif pattern.startswith("[^]", at):
             written += r"[\s\S]"
@@ -160,10 +167,17 @@ def _class(text: str, is_wide: bool) -> str:
         member = match[0]
         at = match.end()
         wide = (_WIDE if head == "[" else _WIDE_WITHOUT).get(member) if is_wide else None
-        excludes |= is_wide and head == "[^" and member.lower() in _QUOTES
+        excludes |= (
+            is_wide
+            and head == "[^"
+            and (
+                _code(member) in _QUOTES
+                or (member[1:2] != "P" and _PUNCTUATION.fullmatch(member) is not None)
+            )
+        )
         high, begins_range = _code(member), member == "-" and low is not None and not in_range
         if in_range and low is not None and high is not None:
-            excludes |= is_wide and head == "[^" and any(low <= ord(quote) <= high for quote in '"\\')
+            excludes |= is_wide and head == "[^" and any(low <= quote <= high for quote in _QUOTES)
         ends_at_hyphen = member == "-" and in_range and low is not None and low <= ord("-")
         low, in_range = (low, True) if begins_range else (None if in_range else high, False)
         if wide is not None:

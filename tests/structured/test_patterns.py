@@ -62,6 +62,9 @@ DIALECTS: list[tuple[str, list[str], list[str]]] = [
     # ranges: with a quotation mark or a backslash in them, or to a hyphen, which Rust takes for a difference
     (r"^[^!-/:-@\[-`{-~]+$", ["a1é"], ['"', "\\", "a!", "`"]),
     (r"^[^\x20-\x23]$", ["a", "\\"], ['"', "#", " "]),
+    (r"^[^\p{P}]$", ["a", "$"], ['"', "\\", "!"]),
+    (r"^[^[:punct:]]\P{Po}$", ["aa", "é$"], ['"a', "\\a", 'a"', "!a"]),
+    (r"^[^\u{22}\u{5C}]$", ["a"], ['"', "\\"]),
     (r"^[+--][^+--]$", ["+a", "-.", ",\n"], [".a", "++", "a"]),
     (r"^[ --a]$", [" ", "-", "a", "("], [".", "b"]),
     # one class after another; in Rust's dialect this may also be the end of a class in a class

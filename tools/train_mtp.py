@@ -133,8 +133,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
-    shape = shape_for(args.model)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(args.model).tensors}
+    shape, reader = shape_for(args.model), gguf.GGUFReader(args.model)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if reader.fields["general.architecture"].contents() != "llama" or "rope_freqs.weight" in tensors:
+        parser.error(
+            f"{args.model} is not a Llama whose positions all turn alike, as `{ARCHITECTURE}` has them"
+        )
+    if args.out.resolve() == args.model.resolve():
+        parser.error("--out is the model's own file; name another one")
 
     def matrix(name: str) -> torch.Tensor:
         tensor = tensors[name]

@@ -144,7 +144,8 @@ def _content(value: object) -> object:
     if (tobytes := getattr(value, "tobytes", None)) is not None and hasattr(value, "mode"):
         with suppress(OSError):  # a damaged file, which fails when it is answered
             name += f" {value.mode} {getattr(value, 'size', None)} {_hash(tobytes())}"
-            name += f" {value.getpalette()}" if value.mode in ("P", "PA") else ""
+            if value.mode in ("P", "PA") and (palette := getattr(value, "getpalette", None)) is not None:
+                name += f" {palette()}"
         return name
     return name if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__ else _plain(value)
 

@@ -74,7 +74,8 @@ def test_any_model_name(engine: lp.Engine, embedder: lp.Embedder) -> None:
 
 def test_the_list_of_models_says_what_each_is(url: str, engine: lp.Engine, embedder: lp.Embedder) -> None:
     """In llama-server's words, too, which its clients read to divide the context."""
-    for entry, owner in zip(httpx.get(f"{url}/v1/models").json()["data"], (engine, embedder), strict=True):
+    owners: list[Any] = [engine, embedder]
+    for entry, owner in zip(httpx.get(f"{url}/v1/models").json()["data"], owners, strict=True):
         assert entry["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
         assert entry["max_model_len"] == entry["meta"].pop("n_ctx") == owner.n_ctx
         names = ("n_vocab", "n_ctx_train", "n_embd", "n_params")

@@ -28,7 +28,7 @@ import gguf  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from make_eagle3 import Eagle3Shape, shape_for, write_eagle3  # noqa: E402
+from make_eagle3 import KINDS, Eagle3Shape, shape_for, write_eagle3  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
 from llamapipe.llama.batch import DecodeBatch  # noqa: E402
@@ -350,19 +350,21 @@ def shares(draft: Layer, texts: Texts, which: list[int], n_guesses: int) -> list
     return [round(n / max(m, 1), 3) for n, m in zip(n_right, n_all, strict=True)]
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def training_options(about: str, out: Path, n_texts: int, n_epochs: int) -> argparse.ArgumentParser:
+    """The options of all programs that train a layer, with the defaults of this one."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("draft.gguf"))
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--work", type=Path, required=True, help="folder for what is done so far")
     parser.add_argument(
-        "--texts", type=int, default=1200, help="questions that the model writes and answers (1200)"
+        "--texts",
+        type=int,
+        default=n_texts,
+        help=f"texts that the model writes ({n_texts}); of chats, the answers",
     )
-    parser.add_argument("--tokens", type=int, default=220, help="most tokens of an answer (220)")
-    parser.add_argument("--vocab", type=int, default=4096, help="tokens that the draft can guess (4096)")
+    parser.add_argument("--tokens", type=int, default=220, help="most tokens of a text (220)")
     parser.add_argument("--guesses", type=int, default=2, help="guesses in a row that it learns (2)")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=n_epochs)
     parser.add_argument("--minutes", type=float, default=40.0, help="most minutes of training (40)")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument(
@@ -370,11 +372,24 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--type", dest="type_name", default="q8_0")
+    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
+    return parser
+
+
+def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the options, prepare torch and make the folder."""
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main() -> None:
+    """Command line."""
+    parser = training_options(__doc__ or "", Path("draft.gguf"), n_texts=1200, n_epochs=8)
+    parser.add_argument("--vocab", type=int, default=4096, help="tokens that the draft can guess (4096)")
+    args = prepare(parser)
     shape = shape_for(args.model)
     texts_file, states_file, weights_file = (
         args.work / name for name in ("texts.npz", "states.npz", "draft.pt")

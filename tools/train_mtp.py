@@ -11,7 +11,6 @@ rows of queries and keys in that order, and answers as before. The parts of the 
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,18 @@ import numpy.typing as npt
 import torch
 from make_eagle3 import KINDS, Eagle3Shape, shape_for
 from make_model import finish, vocabulary
-from train_eagle3 import Layer, Texts, begun, linear, read, stored_texts, train, write
+from train_eagle3 import (
+    Layer,
+    Texts,
+    begun,
+    linear,
+    prepare,
+    read,
+    stored_texts,
+    train,
+    training_options,
+    write,
+)
 
 import llamapipe as lp
 
@@ -112,27 +122,9 @@ def write_mtp(path: Path, target: Path, layer: Mtp, type_name: str = "q8_0") -> 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("with-mtp.gguf"))
-    parser.add_argument("--work", type=Path, required=True, help="folder for what is done so far")
-    parser.add_argument("--texts", type=int, default=2000, help="texts that the model writes (2000)")
+    parser = training_options(__doc__ or "", Path("with-mtp.gguf"), n_texts=2000, n_epochs=6)
     parser.add_argument("--plain", action="store_true", help="texts that are no chats")
-    parser.add_argument("--tokens", type=int, default=220, help="most tokens of a text (220)")
-    parser.add_argument("--guesses", type=int, default=2, help="guesses in a row that it learns (2)")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--minutes", type=float, default=40.0, help="most minutes of training (40)")
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument(
-        "--bf16", action="store_true", help="products of 16 bits, for processors that have them"
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    args.work.mkdir(parents=True, exist_ok=True)
+    args = prepare(parser)
     shape, reader = shape_for(args.model), gguf.GGUFReader(args.model)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if reader.fields["general.architecture"].contents() != "llama" or "rope_freqs.weight" in tensors:

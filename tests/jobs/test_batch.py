@@ -794,7 +794,7 @@ class TestPython:
     def test_an_engine_that_has_failed(
         self, demo: lp.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
-        """The job ends, and goes on with another engine: the other records are not all written as failed."""
+        """The job ends and resumes with another engine: no other record is written as failed."""
 
         def lost(*_: object) -> None:
             raise OSError("the device is lost")

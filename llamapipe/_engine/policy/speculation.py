@@ -138,8 +138,8 @@ class StepTimes:
     two. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time of that
     one.
 
-    A processor may be half as fast for seconds. Times that were not measured meanwhile keep their ratio to those that
-    were: otherwise a number that was measured while it was slow would look slow for good, because nobody tries it.
+    A processor may be half as fast for seconds. Times that are not measured keep their ratio to those that are.
+    Otherwise a number that was measured in a slow phase would look slow for good, because nobody tries it again.
     """
 
     def __init__(self, least_part: float = _LEAST_PART) -> None:

@@ -273,7 +273,8 @@ class TestTheEnd:
     def test_a_closed_terminal_ends_the_server(self, tmp_path: Path) -> None:
         ours, theirs = pty.openpty()
         program = (
-            "import fcntl, sys, termios, llamapipe_command as command\n"
+            "import fcntl, signal, sys, termios, llamapipe_command as command\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and the server would run on\n"
             "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
             "sys.exit(command.main())"
         )

@@ -1,6 +1,7 @@
 // Products of floats at each level of this processor, against the chain of additions that defines a result, in plain C++:
 // how many numbers of each level are equal; fails if one is not. Built and run by test_levels.py.
 #include "float_products.hpp"
+#include "target.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -16,12 +17,15 @@ extern const FloatLevel kFloatsAvx2, kFloatsAvx512;
 
 namespace {
 
+LP_TARGET("fma")  // else each addition would be a call
+
 float plain(const float *w, const float *x, int n) {
     const int whole     = n / 8 * 8;
     float     totals[8] = {};
     for (int begin = 0; begin < whole; begin += 256) {
-        float sums[8] = {};
-        for (int c = begin; c < std::min(begin + 256, whole); c++) sums[c % 8] = std::fmaf(w[c], x[c], sums[c % 8]);
+        float     sums[8] = {};
+        const int end     = begin + 256 < whole ? begin + 256 : whole;
+        for (int c = begin; c < end; c++) sums[c % 8] = std::fmaf(w[c], x[c], sums[c % 8]);
         for (int i = 0; i < 8; i++) totals[i] += sums[i];
     }
     for (int half = 4; half; half /= 2)
@@ -30,6 +34,8 @@ float plain(const float *w, const float *x, int n) {
     for (int c = whole; c < n; c++) result = std::fmaf(w[c], x[c], result);
     return result;
 }
+
+LP_TARGET_END
 
 // A random finite number of a type, as it is stored, and its value.
 float draw(ggml_type type, std::mt19937 &random, char *stored) {

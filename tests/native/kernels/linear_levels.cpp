@@ -30,6 +30,8 @@ public:
     }
 };
 
+LP_TARGET("fma")  // else each addition would be a call
+
 float product(const float *row, const float *by, int64_t n) {
     float sums[16] = {};
     for (int64_t i = 0; i < n; i++) sums[i % 16] = std::fmaf(row[i], by[i], sums[i % 16]);
@@ -53,6 +55,8 @@ void plain(Rule rule, const StateRows &s, float *row, int64_t j) {
         memcpy(s.after[t] + j * n, row, n * 4);
     }
 }
+
+LP_TARGET_END
 
 bool same(const Floats &a, const Floats &b, long &n) {
     n += a.size();

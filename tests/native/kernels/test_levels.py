@@ -15,9 +15,12 @@ from support.tiles import needs_tiles
 
 from llamapipe.native.load import missing_features
 
-ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 sys.path.append(str(ROOT))
 
+from native_build import store  # noqa: E402
+from native_build.paths import cache_dir  # noqa: E402
 from native_build.sources import find_source  # noqa: E402
 from native_build.toolchain import find_compilers  # noqa: E402
 
@@ -40,15 +43,23 @@ def run(tmp_path: Path, program: str, *kernels: str, for_arm: bool = False) -> s
         if cross is None or emulator is None:
             pytest.skip("no compiler and emulator for ARM here: ci/setup_arm64_debian.sh")
         compiler, start = [cross, "-static"], [emulator, "-cpu", "max"]
-    built = tmp_path / program
-    ggml = find_source(None, print).path / "ggml"
-    folders = [f"-I{folder}" for folder in (KERNELS, ggml / "include", ggml / "src")]
-    sources = [Path(__file__).with_name(f"{program}.cpp"), *(KERNELS / f"{name}.cpp" for name in kernels)]
+    llama = find_source(None, print)
+    folders = [
+        f"-I{folder}" for folder in (KERNELS, llama.path / "ggml" / "include", llama.path / "ggml" / "src")
+    ]
+    sources = [HERE / f"{program}.cpp", *(KERNELS / f"{name}.cpp" for name in kernels)]
     # Not with a sanitizer's flags, which make plain vectors of every type half an hour's work for the compiler: the
     # library has the same kernels.
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off"]
-    subprocess.run([*compiler, *flags, *folders, *sources, "-o", built], check=True)
-    done = subprocess.run([*start, built], capture_output=True, text=True, check=False)
+    compiler += ["-std=c++17", "-O1", "-ffp-contract=off"]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    headers = [path for folder in (HERE, KERNELS) for path in sorted(folder.glob("*.hpp"))]
+    texts = [path.read_text(encoding="utf-8") for path in [*sources, *headers]]
+    key = store.key_of({"compiler": [compiler, version], "llama": llama.identity, "texts": texts})
+    built = cache_dir() / "level-programs" / key
+    if store.lookup(built) is None:  # it takes the compiler minutes
+        subprocess.run([*compiler, *folders, *sources, "-o", tmp_path / program], check=True)
+        store.publish({program: tmp_path / program}, {}, built)
+    done = subprocess.run([*start, built / program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

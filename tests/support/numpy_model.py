@@ -19,10 +19,14 @@ import numpy.typing as npt
 from support.bert_model import Bert
 
 Floats = npt.NDArray[np.float32]
+_MOST_KEPT = 2**20  # numbers of a tensor
 
 
 class GgufWeights:
-    """Metadata and dequantized tensors of a file; a tensor is dequantized when it is asked for, and not kept."""
+    """Metadata and dequantized tensors of a file. A tensor is dequantized when it is asked for; small ones are kept.
+
+    So the layers of small models, of which tests ask for several passes, are dequantized once.
+    """
 
     def __init__(self, path: Path) -> None:
         reader = gguf.GGUFReader(str(path))
@@ -32,6 +36,7 @@ class GgufWeights:
             if not name.startswith("tokenizer.")
         }
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._floats: dict[str, Floats] = {}
         self.architecture = str(self._fields["general.architecture"])
 
     def field(self, name: str, default: Any = None) -> Any:
@@ -41,8 +46,13 @@ class GgufWeights:
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Floats:
+        if name in self._floats:
+            return self._floats[name]
         tensor = self._tensors[name]
-        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        floats = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        if floats.size <= _MOST_KEPT:
+            self._floats[name] = floats
+        return floats
 
     def rows(self, name: str, ids: Sequence[int]) -> Floats:
         tensor = self._tensors[name]

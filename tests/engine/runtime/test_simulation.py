@@ -415,11 +415,12 @@ PLANTED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 FIRST_SEEDS = {
     "padding begins at position 0 of a request that draws later": 56,
     "the log-probability of a stop token is the next token's": 167,
-    "more is guessed than a recurrent memory can take back": 91,
+    "more is guessed than a recurrent memory can take back": 121,
     "cells of an activated LoRA count as the model's": 18,
-    "an invocation is not looked for in appended tokens": 28,
-    "a fork is not activated": 125,
-    "cells are moved before their keys are rotated": 543,
+    "an invocation is not looked for in appended tokens": 93,
+    "a fork is not activated": 121,
+    "cells are moved before their keys are rotated": 522,
+    "a copy goes back beyond its window": 457,
 }
 
 

@@ -99,7 +99,8 @@ def find_compilers(target: str = "") -> Compilers:
             f"the C compiler ({shlex.join(c)}) cannot compile a C program: {_first_error(done.stderr)}",
             f"{install_command('compiler')}    (CC=... chooses another)",
         )
-    version = " / ".join(_first_line([*command, "--version"]) for command in (c, cxx))
+    # Without -E zig leaves an empty a.o in the current folder.
+    version = " / ".join(_first_line([*command, "--version", "-E"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
     if uses_zig(target):
         level = _ZIG_LEVELS[target.partition("-")[0]]

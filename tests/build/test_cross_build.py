@@ -55,10 +55,13 @@ needs_zig = pytest.mark.skipif(find_spec("ziglang") is None, reason="the package
 @needs_zig
 @pytest.mark.parametrize("processor", ["arm64", "x86_64"])
 def test_libraries_for_macos(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By zig; for the processor, and found beside the one that asks for them."""
+    """By zig; for the processor, and found beside the one that asks for them. The current folder stays empty."""
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(Path.home() / ".cache" / "zig"))
     options = BuildOptions(target=f"{processor}-apple-darwin", rpc=False, media=False)
     tree = make_tree(tmp_path / "llama.cpp")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     (core,) = build_libraries(recipe_for(tree, options), (), lambda text: None).folders
     names = {f"libllamapipe-{name}.0.dylib" for name in ("llama", "ggml", "ggml-base")}
     assert {path.name for path in core.iterdir() if path.name != "result.json"} == {
@@ -71,6 +74,7 @@ def test_libraries_for_macos(processor: str, tmp_path: Path, monkeypatch: pytest
         assert (magic, kind) == (0xFEEDFACF, {"x86_64": 0x01000007, "arm64": 0x0100000C}[processor])
     assert b"@rpath/libllamapipe-ggml-base.0.dylib" in (core / "libllamapipe-llama.0.dylib").read_bytes()
     assert b"@loader_path" in (core / "libggml-cpu.so").read_bytes()
+    assert list(here.iterdir()) == []
 
 
 @needs_zig

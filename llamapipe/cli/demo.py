@@ -86,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout)
     pace = args.pace if args.pace is not None else _READING_PACE if terminal.redraws else 0
     if args.runs < 1:
-        raise UsageError(f"--runs is {args.runs}, it must be at least 1")
+        raise UsageError(f"--runs is {args.runs}; it must be at least 1")
     if not pace >= 0:
-        raise UsageError(f"--pace is {pace}, it must be 0 or more")
+        raise UsageError(f"--pace is {pace}; it must be 0 or more")
     with lp.Model.demo() as model, lp.Engine(model, n_ctx=_N_CTX, n_seq_max=_N_TOGETHER) as engine:
         path = lp.demo_model_path()
         names = ", ".join(device.description for device in lp.devices())

@@ -61,7 +61,7 @@ class Keys:
                 raise Damage(f"{self.name(key)} is missing from the metadata")
             return 0
         if not low <= value <= high and value != besides:
-            raise Damage(f"{self.name(key)} is {value}, it must be {low} to {high}")
+            raise Damage(f"{self.name(key)} is {value}; it must be {low} to {high}")
         return value
 
     def per_layer(self, key: str, n_layer: int) -> npt.NDArray[np.int64] | None:
@@ -78,7 +78,7 @@ class Keys:
             raise Damage(f"{self.name(key)} has {array.count} elements, but the model has {n_layer} layers")
         values = array.data.astype(np.int64)
         if values.min() < 0:
-            raise Damage(f"{self.name(key)} holds {values.min()}, it must not be negative")
+            raise Damage(f"{self.name(key)} holds {values.min()}; it must not be negative")
         return values
 
 
@@ -127,7 +127,7 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
     n_rot = _rotated(keys, "rope.dimension_count", n_key)
     n_rot_swa = _rotated(keys, "rope.dimension_count_swa", n_rot)
     if n_rot and not n_rot_swa:
-        raise Damage(f"{keys.name('rope.dimension_count_swa')} is 0, it must be positive")
+        raise Damage(f"{keys.name('rope.dimension_count_swa')} is 0; it must be positive")
     if any(keys.integer(key, 0, MAX_WIDTH) for key in _OTHER_SHAPES):
         return
     if keys.integer("attention.sliding_window", 0, MAX_U32):
@@ -172,7 +172,7 @@ def _rotated(keys: Keys, key: str, default: int) -> int:
     value = keys.get(key, U32)
     n = default if value is None else value
     if n % 2:
-        raise Damage(f"{keys.name(key)} or the head size is {n}, it must be even")
+        raise Damage(f"{keys.name(key)} or the head size is {n}; it must be even")
     return n
 
 
@@ -289,7 +289,7 @@ def _check_wkv(keys: Keys, n_embd: int) -> None:
     if size and (n_embd % size or size % step):
         multiple = f" and be a multiple of {step}" if step > 1 else ""
         raise Damage(
-            f"{keys.name('wkv.head_size')} is {size}, it must divide the embedding_length {n_embd}{multiple}"
+            f"{keys.name('wkv.head_size')} is {size}; it must divide the embedding_length {n_embd}{multiple}"
         )
 
 
@@ -301,11 +301,11 @@ def _check_floats(keys: Keys) -> None:
         if math.isnan(value):
             raise Damage(f"{key} is not a number")
         if key.endswith("epsilon") and not 0 <= value < math.inf:
-            raise Damage(f"{key} is {value}, it must not be negative or infinite")
+            raise Damage(f"{key} is {value}; it must not be negative or infinite")
         if ".rope.freq_base" in key and not 0 < value < math.inf:
-            raise Damage(f"{key} is {value}, it must be positive")
+            raise Damage(f"{key} is {value}; it must be positive")
     scaling = text(keys.entries, keys.name("rope.scaling.type"))
     if scaling is not None and scaling not in _ROPE_SCALINGS:
         raise Damage(
-            f"{keys.name('rope.scaling.type')} is {scaling!r}, llama.cpp knows {', '.join(_ROPE_SCALINGS)}"
+            f"{keys.name('rope.scaling.type')} is {scaling!r}; llama.cpp knows {', '.join(_ROPE_SCALINGS)}"
         )

@@ -29,16 +29,17 @@ _DEFAULTS: Final = {
     "plamo2": (1, 2, 0, None),
 }
 _ID_KEYS: Final = ("bos_token_id", "eos_token_id", "unknown_token_id", "seperator_token_id")
-# Byte-level BPE flavours that put a BOS before a text unless told otherwise.
+# Pre-tokenizers of byte-level BPE that put a BOS before a text, unless the file says otherwise.
 _BPE_WITH_BOS: Final = frozenset(
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken chameleon".split()
 )
-_BPE_WITHOUT_BOS: Final = frozenset(("chatglm-bpe", "glm4", "glm5"))  # these have no default BOS
+_BPE_WITHOUT_BOS: Final = frozenset(("chatglm-bpe", "glm4", "glm5"))  # no default BOS
 _NO_ID: Final = 0xFFFF_FFFF
-# llama.cpp walks the tries of unigram and RWKV vocabularies recursively, one call per byte; real pieces have a few
-# hundred bytes.
+# llama.cpp walks the tries of unigram and RWKV vocabularies recursively, one call per byte. The pieces of real
+# vocabularies have a few hundred bytes at most.
 _MAX_PIECE_BYTES: Final = 8192
-# Building PLaMo-2's table takes the cube of each piece's length; a real vocabulary of 100,000 pieces sums to 5e7.
+# The time to build PLaMo-2's table grows with the sum of the cubes of the pieces' lengths in bytes. In a real
+# vocabulary of 100,000 pieces, this sum is 5e7.
 _MAX_CUBES: Final = 2e10
 
 
@@ -93,7 +94,7 @@ def _array(entries: dict[str, Entry], name: str, kinds: tuple[int, ...]) -> Arra
 def _check_pieces(pieces: list[bytes]) -> None:
     longest = max(map(len, pieces))
     if longest > _MAX_PIECE_BYTES:
-        raise Damage(f"a piece of the vocabulary has {longest} bytes, the limit is {_MAX_PIECE_BYTES}")
+        raise Damage(f"a piece of the vocabulary has {longest} bytes; the limit is {_MAX_PIECE_BYTES}")
     distinct = set(pieces)
     # llama.cpp names empty pieces itself, so any number of them is fine unless another piece has such a name.
     n_empty = pieces.count(b"") if b"" in distinct else 0
@@ -102,7 +103,7 @@ def _check_pieces(pieces: list[bytes]) -> None:
             names = {b"[EMPTY_%d]" % i for i, piece in enumerate(pieces) if not piece}
             if taken := names & distinct:
                 raise Damage(
-                    f"the piece {taken.pop()!r} stands in the vocabulary beside an empty one of that name"
+                    f"the vocabulary has the piece {taken.pop()!r}, and an empty piece that llama.cpp gives this name"
                 )
         return
     first: dict[bytes, int] = {}
@@ -116,14 +117,14 @@ def _check_kinds(tokenizer: str, pieces: list[bytes], kinds: Array) -> None:
     wrong = np.flatnonzero((values < 0) | (values > _BYTE))
     if len(wrong):
         i = int(wrong[0])
-        raise Damage(f"piece {i} has the token type {values[i]}, llama.cpp knows 0 to {_BYTE}")
+        raise Damage(f"piece {i} has the token type {values[i]}; llama.cpp knows 0 to {_BYTE}")
     if tokenizer in ("test", "rwkv"):
         return
     for i in np.flatnonzero(values == _BYTE).tolist():
         if tokenizer == "bert":
             raise Damage(f"piece {i} is a byte, which a WordPiece vocabulary cannot have")
         if not _BYTE_PIECE.fullmatch(pieces[i]):
-            raise Damage(f"piece {i} is a byte but is written {pieces[i]!r} instead of like '<0x0A>'")
+            raise Damage(f"piece {i} is a byte but is written {pieces[i]!r}; bytes are written like '<0x0A>'")
 
 
 def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None:
@@ -145,7 +146,7 @@ def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None
             if entry.value < n_pieces:
                 value = entry.value
             elif entry.value != _NO_ID and name in ("bos_token_id", "eos_token_id"):
-                raise Damage(f"{_PREFIX}{name} is {entry.value}, the vocabulary has {n_pieces} pieces")
+                raise Damage(f"{_PREFIX}{name} is {entry.value}; the vocabulary has {n_pieces} pieces")
         ids.append(value)
     bos, eos, unk, sep = ids
     adds_bos = _flag(
@@ -162,9 +163,7 @@ def _check_ids(entries: dict[str, Entry], tokenizer: str, n_pieces: int) -> None
     }
     for what, (needed, value) in needs.items():
         if needed and value is None:
-            raise Damage(
-                f"its {tokenizer} tokenizer needs the {what} token, but no piece of the vocabulary is it"
-            )
+            raise Damage(f"its {tokenizer} tokenizer needs the {what} token, which the vocabulary lacks")
 
 
 def _flag(entries: dict[str, Entry], name: str, default: bool) -> bool:
@@ -202,13 +201,13 @@ def _check_bpe(head: Head, tokenizer: str) -> None:
         i = int(wrong[0])
         start = int(merges.starts[i])
         merge = head.buffer[start : start + min(int(merges.lengths[i]), 40)]
-        raise Damage(f"merge {i} of the vocabulary, {merge!r}, is not two pieces with a space between")
+        raise Damage(f"merge {i} of the vocabulary, {merge!r}, is not two pieces with a space between them")
 
 
 def _check_rwkv(pieces: list[bytes]) -> None:
     """Check that every byte that begins a piece is also a piece.
 
-    If it is not, llama.cpp restarts at the text's first byte.
+    Otherwise llama.cpp would start again at the text's first byte, forever.
     """
     decoded = [_unescaped(piece) for piece in pieces]
     single = {piece for piece in decoded if len(piece) == 1}

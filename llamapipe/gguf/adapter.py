@@ -158,7 +158,7 @@ def _check_keys(head: Head, architecture: str) -> float:
     if alpha.kind != F32 or not isinstance(alpha.value, float):
         raise Damage(f"{_ALPHA} must be f32, it is {TYPE_NAMES[alpha.kind]}")
     if not math.isfinite(alpha.value):
-        raise Damage(f"{_ALPHA} is {alpha.value}, it must be finite")
+        raise Damage(f"{_ALPHA} is {alpha.value}; it must be finite")
     return alpha.value
 
 

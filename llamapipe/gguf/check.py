@@ -126,7 +126,7 @@ def _n_bytes(tensor: Tensor) -> int | None:
             raise Damage(f"tensor {tensor.name!r} has the type {name}, which is not one of weights")
         if tensor.kind != _F32 and (len(tensor.dims) == 1 or _F32_ONLY.search(tensor.name)):
             raise Damage(
-                f"tensor {tensor.name!r} has the type {name}, llama.cpp reads such tensors as F32 only"
+                f"tensor {tensor.name!r} has the type {name}; llama.cpp reads such tensors as F32 only"
             )
     return n_values // block * block_bytes
 
@@ -386,7 +386,7 @@ def _parts(path: Path, head: Head) -> tuple[int, list[OpenFile]]:
     if number != 0:
         first = part_name(stem, 1, n_named) if n_named else "…-00001-of-….gguf"
         raise Damage(
-            f"it is part {number + 1} of {n_parts}; give the first part, {first}, beside which the others lie"
+            f"it is part {number + 1} of {n_parts}; give the first part, {first}, in the folder that has all parts"
         )
     if part_no != 1 or n_named != n_parts:
         raise Damage(

@@ -169,7 +169,7 @@ class _Parser:
     def _string(self, what: str, limit: int) -> bytes:
         length = self._u64(f"the length of {what}")
         if length > limit:
-            raise Damage(f"{what} at byte {self._pos} claims {length} bytes, the limit is {limit}")
+            raise Damage(f"{what} at byte {self._pos} claims {length} bytes; the limit is {limit}")
         pos = self._need(length, what)
         return self._buffer[pos : pos + length]
 
@@ -268,7 +268,7 @@ class _Parser:
         for i in range(first, first + n):
             length = self._u64(f"the length of string {i} of {key!r}")
             if length > _MAX_STRING_BYTES:
-                raise Damage(f"string {i} of {key!r} claims {length} bytes, the limit is {_MAX_STRING_BYTES}")
+                raise Damage(f"string {i} of {key!r} claims {length} bytes; the limit is {_MAX_STRING_BYTES}")
             starts.append(self._need(length, f"string {i} of {key!r}"))
             lengths.append(length)
         return np.array(starts, np.int64), np.array(lengths, np.int64)
@@ -280,7 +280,7 @@ class _Parser:
         name = raw.decode("utf-8", "backslashreplace")
         n_dims = self._u32(f"the number of dimensions of tensor {name!r}")
         if not 1 <= n_dims <= 4:
-            raise Damage(f"tensor {name!r} has {n_dims} dimensions, llama.cpp reads 1 to 4")
+            raise Damage(f"tensor {name!r} has {n_dims} dimensions; llama.cpp reads 1 to 4")
         pos = self._need(8 * n_dims + 12, f"the description of tensor {name!r}")
         *dims, kind, offset = struct.unpack_from(f"<{n_dims}QIQ", self._buffer, pos)
         return Tensor(name, tuple(dims), kind, offset)
@@ -303,7 +303,7 @@ def _alignment(entries: dict[str, Entry]) -> int:
         return 32
     value = entry.value
     if entry.kind != U32 or not isinstance(value, int) or value <= 0 or value & (value - 1):
-        raise Damage(f"general.alignment is {value!r}, it must be a u32 and a power of two")
+        raise Damage(f"general.alignment is {value!r}; it must be a u32 and a power of two")
     return value
 
 

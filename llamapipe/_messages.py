@@ -29,7 +29,7 @@ _SCORES = (
     "logits of all tokens are not kept; use Llama.engine.score, or prompt_logprobs, or llamapipe.Pipeline"
 )
 _GUESSES = (
-    "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
+    "repeated text is guessed without a draft: leave draft_model out, or give it the path of a smaller model"
 )
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"

@@ -3,8 +3,8 @@
 Open this file to change how texts become vectors, or which texts share a batch.
 
 One thread owns the context. It batches the texts of all calls, one text of each call in turn, so that a long list does
-not keep a single text waiting. Callers put calls into its inbox and wait for their own answers. No lock is shared with
-them: a signal handler may raise in a caller between any two instructions.
+not keep a single text waiting. Callers put calls into its inbox and wait for their own answers. The thread shares no
+lock with callers, because a signal handler may raise in a caller between any two instructions.
 
 ``embed`` and ``aembed``, ``rerank`` and ``arerank`` share their checks (``_checked``, ``_pairs``) and their results
 (``_result``, ``_ranked``). They differ only in how they wait, so ``tools/unasync.py`` would have nothing to derive.
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Ranked:
     """A document as ``Embedder.rerank`` ranks it.
 
-    - ``index``: its place in the given list.
+    - ``index``: its index in ``documents``.
     - ``score``: the model's score, unchanged; higher for a better match.
     - ``n_tokens``: tokens of the query and the document together.
     """
@@ -79,8 +79,9 @@ class Embedder(AsyncOwner):
     - ``n_threads``: compute threads; default: the cores that this process may use, and fewer while other work needs
       them.
 
-    The attributes with these names hold the values in use; ``n_embd`` is the number of values of a vector. Texts of all
-    callers are batched, and callers take turns: a long list does not keep a single text waiting.
+    The attributes ``model``, ``pooling``, ``n_ctx`` and ``n_seq_max`` hold the values in use; ``n_embd`` is the number
+    of values of a vector. Texts of all callers are batched, and callers take turns: a long list does not keep a single
+    text waiting.
 
     Raises TypeError and ValueError for bad arguments (``docs/reference/options.md`` has the ranges), ModelLoadError,
     InvalidRequestError for a model that cannot compute embeddings, BackendError if memory runs out.
@@ -97,7 +98,7 @@ class Embedder(AsyncOwner):
     ) -> None:
         self._owns_model = isinstance(model, (str, os.PathLike))
         check_threads()
-        # After an error or Ctrl-C the caller has no object to close.
+        # After an error or Ctrl-C the caller has no object to close, so this block closes what it has created.
         with ExitStack() as undo:
             if isinstance(model, (str, os.PathLike)):
                 model = undo.enter_context(closing(Model(model)))
@@ -157,8 +158,9 @@ class Embedder(AsyncOwner):
         - ``truncate``: cut texts of more than ``n_ctx`` tokens instead of refusing them.
         - ``progress``: show a progress bar (needs tqdm).
 
-        Blocks until all are computed; Ctrl-C drops the texts that are not computed yet. Raises TypeError,
-        InvalidRequestError for a reranker and for texts that are empty or too long, EngineClosedError.
+        Blocks until all are computed; Ctrl-C drops the texts that are not computed yet. Any thread. Raises TypeError or
+        ValueError for bad texts and options, InvalidRequestError for a reranker and for texts that are empty or too
+        long, ImportError for ``progress`` without tqdm, EngineClosedError, BackendError if llama.cpp fails.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
@@ -172,7 +174,7 @@ class Embedder(AsyncOwner):
     async def aembed(
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
-        """Do what ``embed`` does, for asyncio. If its task is cancelled, texts not computed yet are dropped."""
+        """Do what ``embed`` does, for asyncio. Cancelling the task drops the texts that are not computed yet."""
         single, tokens = await self._long_work.run(self._checked, texts, truncate, size=size_of(texts))
         return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
@@ -196,20 +198,21 @@ class Embedder(AsyncOwner):
         ``truncate``: cut documents that have more than ``n_ctx`` tokens together with the query, instead of refusing
         them.
 
-        Blocks as ``embed`` does. Raises TypeError, InvalidRequestError for a model without a rank head and for texts
-        that are empty or too long, EngineClosedError.
+        Blocks as ``embed`` does. Any thread. Raises TypeError or ValueError for bad texts and options,
+        InvalidRequestError for a model without a rank head and for texts that are empty or too long, EngineClosedError,
+        BackendError if llama.cpp fails.
         """
         pairs = self._pairs(query, documents, truncate)
         return _ranked(self._wait(pairs), pairs)
 
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
-        """Do what ``rerank`` does, for asyncio. If its task is cancelled, documents not computed yet are dropped."""
+        """Do what ``rerank`` does, for asyncio. Cancelling the task drops the documents that are not computed yet."""
         size = size_of([query, documents])
         pairs = await self._long_work.run(self._pairs, query, documents, truncate, size=size)
         return _ranked(await self._await(pairs), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
-        """Return the tokens of the query with each document."""
+        """Return the tokens of each document together with the query. Raises as ``rerank`` does."""
         if self.pooling != "rank":
             raise InvalidRequestError(
                 f"{self.model.path.name} has pooling {self.pooling!r}; reranking needs a model with a rank head"
@@ -273,14 +276,14 @@ class Embedder(AsyncOwner):
         vocab = self.model.vocab
         try:
             plain, whole = vocab.tokenize("a", add_special=False), vocab.tokenize("a")
-        except ValueError:  # a vocabulary without this letter
+        except ValueError:  # this vocabulary cannot express the letter
             return 0
         n = len(plain)
         starts = (i for i in range(len(whole) - n + 1) if whole[i : i + n] == plain)
         return len(whole) - n - next(starts, len(whole) - n)
 
     def _checked(self, texts: Text | Sequence[Text], truncate: bool) -> tuple[bool, list[list[int]]]:
-        """Return whether one text was given, and each text as tokens."""
+        """Return whether ``texts`` is a single text, and each text as tokens. Raises as ``embed`` does."""
         if self.closed:
             raise EngineClosedError("the embedder is closed")
         if self.pooling == "rank":
@@ -334,7 +337,7 @@ class Embedder(AsyncOwner):
         future: asyncio.Future[list[Floats]] = loop.create_future()
 
         def answer(outcome: list[Floats] | BaseException) -> None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the loop may be closed by now
                 error = outcome if isinstance(outcome, BaseException) else None
                 loop.call_soon_threadsafe(settle, future, outcome, error)
 
@@ -355,7 +358,7 @@ class Embedder(AsyncOwner):
     def close(self, drain: bool = True) -> None:
         """Close the embedder and free its native memory before returning; a second call does nothing. Any thread.
 
-        ``drain``: finish waiting calls first; otherwise they raise EngineClosedError.
+        ``drain``: finish waiting calls first; otherwise these raise EngineClosedError.
         """
         was_open = not self.closed
         self._worker.close(check_flag("drain", drain))
@@ -386,15 +389,16 @@ def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:
     return sorted(scores, key=lambda ranked: -ranked.score)
 
 
-# A batch is filled up to this number of tokens. Texts of a batch are computed as one, so the cost of attention
-# grows with the square of the batch's length.
+# A batch is filled up to this number of tokens. Attention is computed over the whole batch, so its cost grows with the
+# square of the batch's length.
 PACK_TOKENS = 512
 
 
 class EmbedCall:
-    """The texts of one call, as tokens. ``answer`` receives their rows, in the order of the texts, or an exception.
+    """The texts of one call, as tokens. ``answer`` receives their vectors in the same order, or an exception.
 
-    ``answer`` is called once, in the embedder's thread. A caller that gives up sets ``cancelled``.
+    ``answer`` is called once, in the embedder's thread. ``on_rows`` is called there for each computed text, with 1. A
+    caller that gives up sets ``cancelled``.
     """
 
     def __init__(
@@ -446,7 +450,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread. If Ctrl-C interrupts this call, close the worker, because it may be running."""
-        with self._submitting:  # closing at the exit waits until the thread has begun
+        with self._submitting:  # closing at interpreter exit waits until the thread has started
             close_at_exit(self)
             self._thread.start()
 
@@ -470,7 +474,7 @@ class Worker:
         forget(self)
 
     def close_soon(self, drain: bool = False) -> None:
-        """Close without waiting."""
+        """Do what ``close`` does, without waiting for the thread. By default drop the queued calls."""
         with self._submitting:
             self._drain = self._drain and drain
             self._closing = True
@@ -512,7 +516,7 @@ class Worker:
         return True
 
     def _batch(self) -> list[tuple[EmbedCall, int, list[int]]]:
-        """Return the next texts: one of each call in turn, as many as fit."""
+        """Return the texts of the next batch: one from each call in turn, as many as fit."""
         batch: list[tuple[EmbedCall, int, list[int]]] = []
         n = 0
         while self._calls and len(batch) < self._context.n_seq_max:

@@ -109,9 +109,9 @@ _CACHE_DIR_BYTES = 10 * 2**30
 _log = logging.getLogger("llamapipe")
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"]
 FlashAttention = Literal["auto", "on", "off"]
-_N_STATES = 8  # of a sequence that are kept after the last tokens, so that wrong guesses can be taken back
-# Cells. With unified KV the attention of every step passes over parked cells: it reads them, or (our kernels) only
-# their places in the mask, which for 7,000 was 2 % of a step of a model of 135M.
+_N_STATES = 8  # recurrent states of a sequence, one after each of its last tokens, to take back wrong guesses
+# In cells. With unified KV, the attention of every step passes over parked cells. Devices read the cells; our kernels
+# read only their entries in the mask, and 7,000 of these took 2 % of a step of a 135M model.
 _MAX_PARKED_UNIFIED, _MAX_PARKED_SKIPPED = 512, 8192
 _META_BYTES = 16  # position and sequence of a saved cell
 SCORE_ROWS = 32  # maximum output rows of a step for scored tokens; bounds their memory
@@ -145,10 +145,10 @@ class EngineTuning:
     - ``ring``: how outputs are read: ``"auto"``, ``"events"`` or ``"sync"``, or ``"off"`` for llama.cpp's own output
       buffer. ``graph_sampling``: sample in the compute graph, so that only tokens are copied to the host: ``"auto"``
       (on GPUs, except software devices), ``"on"`` or ``"off"``.
-    - ``kv_events``: publish what the prefix cache holds, for routers; see ``docs/guides/routers.md``. Needs the extra
-      ``kv-events``.
-    - ``trace``: True records a timeline in the engine's attribute ``trace``; a path also writes it there when the
-      engine closes, as ``.json`` (Perfetto) or ``.svg``.
+    - ``kv_events``: a ``KvEvents``: publish the contents of the prefix cache, for routers; see
+      ``docs/guides/routers.md``. Needs the extra ``kv-events``.
+    - ``trace``: True records a timeline in the engine's attribute ``trace``. A path does the same, and the timeline is
+      written to this file when the engine closes, as ``.json`` (Perfetto) or ``.svg``.
 
     Values are checked when an engine is made. Raises TypeError for unknown options.
     """
@@ -176,9 +176,9 @@ _NO_TUNING = EngineTuning()
 
 
 def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``Engine`` made from a flat list, such as a command line.
+    """Return arguments of ``Engine``, made from a flat mapping of options, such as those of a command line.
 
-    Options of EngineTuning are collected in one.
+    The options of EngineTuning become the argument ``tuning``.
     """
     tuned = {name: value for name, value in options.items() if name in EngineTuning.__dataclass_fields__}
     if not tuned:
@@ -194,8 +194,8 @@ class Engine(BlockingCalls, AsyncOwner):
     - ``n_ctx``: tokens of each request, prompt and output together; default: the smaller of the model's training
       context and 4096.
     - ``n_seq_max``: maximum number of requests computed at the same time; others wait.
-    - ``n_cells``: KV cells in total; default: ``n_ctx * n_seq_max``. With another number, all requests share one KV
-      cache, and requests are preempted when cells run out.
+    - ``n_cells``: KV cells in total, in one KV cache that all requests share; requests are preempted when cells run
+      out. None: ``n_ctx`` separate cells for each of ``n_seq_max`` requests.
     - ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``, ``yarn_orig_ctx``: how positions are scaled for texts
       that are longer than the model's context (``docs/guides/long-contexts.md``), with llama.cpp's names; None: as the
       file says. ``rope_scaling="yarn", rope_freq_scale=0.25`` is for four times the model's context.
@@ -208,7 +208,8 @@ class Engine(BlockingCalls, AsyncOwner):
     - ``prefix_cache``: keep the KV cells of ended requests, so that requests that begin with the same tokens need not
       compute them (``docs/guides/memory.md``). ``"exact"`` reuses fewer cells, so that logits are bitwise equal to
       those without the cache.
-    - ``cache_bytes``: host memory for cells whose slot is taken; default: a tenth of the free memory; 0: none.
+    - ``cache_bytes``: bytes of host memory for cached cells that lose their slot to another request; default: a tenth
+      of the free memory; 0: none.
     - ``cache_dir``: a folder that keeps cached prefixes across restarts, and those that host memory has no room for
       (``docs/guides/memory.md``). All models that use the folder together take at most ``cache_dir_bytes``; default: 10
       GiB.
@@ -250,11 +251,11 @@ class Engine(BlockingCalls, AsyncOwner):
     markers, ``"deepseek-legacy"`` does both. ``truncation``: ``"auto"`` drops the oldest turns of a conversation that
     fills the context, but not the system messages at its beginning; ``"error"`` refuses it.
 
-    Any thread. Close it before its model, or use ``with`` or ``async with``. After ``fork()`` it refuses work in the
-    child.
+    Any thread. Close the engine before its model, or use ``with`` or ``async with``. After ``fork()`` it refuses work
+    in the child.
 
     Raises TypeError and ValueError for bad options (``docs/reference/options.md`` has the ranges), ModelLoadError for a
-    bad file, BackendError if the context cannot be created.
+    bad file, BackendError if the context cannot be created, ImportError if an option needs an extra that is missing.
     """
 
     @explains_options(
@@ -291,7 +292,7 @@ class Engine(BlockingCalls, AsyncOwner):
         adapters: Sequence[Adapter | ControlVector | str] = (),
         tuning: EngineTuning = _NO_TUNING,
     ) -> None:
-        # 1. The options, before anything is made.
+        # 1. The options, before anything is created.
         self._owns_model = isinstance(model, (str, os.PathLike))
         _check_types(model, draft, tuning)
         depth = tuning.pipeline_depth
@@ -338,7 +339,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
             # 3. The context: the KV cells, and the buffers of a step.
             swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
-            # With unified KV a step is one ubatch then, and all decoding requests must fit into it.
+            # With unified KV, a step is then one ubatch, and all decoding requests must fit into it.
             keeps_windows = swa_full and (not unified or int_of("n_ubatch", tuning.n_ubatch) >= n_seq_max)
             new_context = partial(
                 Context,
@@ -402,7 +403,7 @@ class Engine(BlockingCalls, AsyncOwner):
             )
             self._chat_builder = ChatBuilder(model, self._request_builder)
 
-            # 6. The thread that computes, and what works beside it.
+            # 6. The engine thread, and its helpers.
             pipeline = undo.enter_context(closing(engine_pipeline(context, tuning.ring, depth)))
             self._state_layout = _state_layout(pipeline)
             no_guesses = scheduler.gate.no_guesses
@@ -444,7 +445,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         Raises ValueError.
         """
-        self._draft_model: Model | None = None  # if the engine loaded it
+        self._draft_model: Model | None = None  # None unless the engine loaded it
         if draft is None or draft in MTP_CHOICES:
             return None
         if not isinstance(draft, Model):
@@ -454,7 +455,7 @@ class Engine(BlockingCalls, AsyncOwner):
     def _open_disk_cache(
         self, undo: ExitStack, folder: Path | None, max_bytes: int, form: str, context: Context
     ) -> DiskCache | None:
-        """Open the cache of cells in ``folder``. ``form``: what else the cells depend on. Raises ValueError."""
+        """Open the cache of cells in ``folder``. ``form``: other things that cells depend on. Raises ValueError."""
         if folder is None:
             return None
         if self._state_layout is None:
@@ -484,14 +485,18 @@ class Engine(BlockingCalls, AsyncOwner):
     def check_params(self, params: SamplingParams) -> None:
         """Check params for this model, and compile their constraint, which may take long. Any thread.
 
-        Later requests reuse the result. Call this in a worker thread before ``astream``, to keep the event loop free.
+        Later requests reuse the compiled constraint. To keep the event loop free, call this in a worker thread before
+        ``astream``.
         Raises as ``generate`` does.
         """
         self._request_builder.check_params(params)
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the model's chat template supports tool calls. Raises InvalidRequestError without a template."""
+        """Whether the model's chat template supports tool calls. Any thread.
+
+        Raises InvalidRequestError without a template, ImportError without the extra ``chat``.
+        """
         return self._chat_builder.chat_format().supports_tools
 
     # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
@@ -573,8 +578,8 @@ class Engine(BlockingCalls, AsyncOwner):
           the finish reason ``"timeout"``.
 
         Any thread. Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError,
-        TypeError or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError,
-        EngineClosedError.
+        TypeError or ValueError for bad prompts and options, ImportError for options that need a missing extra,
+        QueueFullError, TimeoutError, DecodeError, EngineClosedError, and BackendError if the engine has failed.
         """
         self._engine_thread.check_open()
         checked = check_choice("on_error", on_error, ERROR_MODES)
@@ -629,11 +634,11 @@ class Engine(BlockingCalls, AsyncOwner):
     ):
         """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
-        - ``prompts``: any iterable, including a generator. It is read as slots become free. For asyncio it may be
-          asynchronous; completions are then also yielded while it waits for its next prompt.
+        - ``prompts``: any iterable, including a generator. It is read as requests finish. For asyncio it may be
+          asynchronous; completions are then also yielded while the next prompt is awaited.
         - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
         - ``params``: one for all prompts, or an iterable with one for each.
-        - ``timeout``: as for ``generate``; it counts from the request for the first result.
+        - ``timeout``: as for ``generate``, but counted from when the first result is asked for.
 
         Other options are as for ``generate``. For one thread or task at a time. Closing or dropping the iterator, or
         cancelling its task, cancels the requests that are left; to close it after a ``break``, use
@@ -709,8 +714,8 @@ class Engine(BlockingCalls, AsyncOwner):
         """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise
-        immediately. With ``block=False`` it starts immediately, in a task, so that a full queue raises here: a web
-        service can still answer 429.
+        immediately. With ``block=False`` the request starts immediately, in a task, and a full queue raises here: a web
+        service can still answer with status 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -728,7 +733,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         submit = partial(self._submission.asubmit, block=options.block)
         stream = AsyncStream(self._engine_thread, make, submit, options.deadline)
-        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
+        stream.engine = self  # keeps the engine alive, which closes itself when nothing refers to it
         # threads: stream.submit()
         if not options.block:  # asyncio
             submit_at_once(stream.submit)  # asyncio
@@ -754,7 +759,7 @@ class Engine(BlockingCalls, AsyncOwner):
           with the gap.
         - ``order``: the prompt begins with the prefix (``"psm"``) or with the suffix (``"spm"``).
 
-        Other options are as for ``generate``. If ``n_ctx`` has no room for everything besides ``max_tokens``, text is
+        Other options are as for ``generate``. If the whole prompt and ``max_tokens`` do not fit into ``n_ctx``, text is
         left out as in ``Model.tokenize_fim``: in large portions, so that the prefix cache helps while a cursor moves.
 
         Raises InvalidRequestError for a model without fill-in-the-middle tokens; otherwise raises as ``generate`` does.
@@ -844,9 +849,9 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answer a conversation, or several together, and return when all answers are complete.
 
-        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages that the model's
-        template refuses, and ImportError without the extra ``chat``.
+        For a list of conversations, returns a list of answers in the same order. ``timeout``, ``block`` and
+        ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages
+        that the model's template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -896,8 +901,8 @@ class Engine(BlockingCalls, AsyncOwner):
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise
         immediately. A long conversation, or one with tools or a response format, is rendered in a worker thread when it
-        starts. With ``block=False`` all other conversations start immediately, and a full queue raises here in either
-        case.
+        starts. With ``block=False`` a full queue raises here, and conversations that need no worker thread also start
+        immediately.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -952,10 +957,9 @@ class Engine(BlockingCalls, AsyncOwner):
     async def arestore(self, snapshot: bytes, params: SamplingParams | None = None) -> AsyncGeneration:
         """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
-        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). Limits in
-        ``params`` count from here, and constraints apply to all generated tokens. Nothing is computed before the first
-        ``next``.
+        Nothing is computed before the first ``next``, which loads the cells. They are computed again if ``cache_bytes``
+        has no room for them, if there is no prefix cache, or if the other engine's memory had another layout
+        (``flash_attn``). Limits in ``params`` count from here; a constraint applies to earlier generated tokens, too.
 
         Raises TypeError if ``snapshot`` is not bytes, InvalidRequestError if it is damaged, from another model, made
         with other ``type_k`` or ``type_v``, or too long for ``n_ctx``; otherwise raises as ``start`` does.
@@ -984,7 +988,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
         the result of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in
-        the requests that will use the prefix.
+        the requests that will use the prefix. ``timeout``: seconds; None: no limit.
 
         Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
         more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.
@@ -1088,12 +1092,12 @@ class Engine(BlockingCalls, AsyncOwner):
           shape.
 
         Equal prompts are computed once. Many continuations of a prompt are divided among requests that run at the same
-        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest common prefix
-        of the prompt and all these texts are scored. No space is added: after "Answer:", pass " yes", not "yes"; a
-        warning says so.
+        time. If prompt and continuation are both text, they are tokenized together; the tokens after the longest prefix
+        that the prompt and all these texts share are scored. No space is added: after "Answer:", pass " yes", not
+        "yes". A warning is logged if several continuations all seem to lack the space.
 
-        Options are as for ``generate``, ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
-        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; otherwise
+        Options are as for ``generate``; ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens, or there is no such adapter; otherwise
         raises as ``generate`` does.
         """
         self._engine_thread.check_open()
@@ -1136,7 +1140,8 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> Score | list[Score]:
         """Score a text, or several: every token but the first, given the tokens before it.
 
-        Options and exceptions are as for ``score``.
+        ``tokens``: the token ids of one text, for a ``Score``; or a list of these, for a list of scores. A text has at
+        least two tokens. Options and exceptions are as for ``score``.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -1161,7 +1166,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         With ``n_window`` the result equals that of llama.cpp's perplexity tool. The text is cut into windows of
         ``n_window`` tokens that do not overlap; an incomplete last window is left out. If the vocabulary asks for a BOS
-        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        token, it replaces each window's first token. The first ``n_window // 2 + 1`` tokens of each window do not
         count.
 
         Options and exceptions are as for ``score``. Also raises InvalidRequestError for fewer than 2 tokens, or for
@@ -1194,9 +1199,9 @@ class Engine(BlockingCalls, AsyncOwner):
     async def offload(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
         """Run ``function(*arguments)`` in one of the engine's threads for long work, to keep the event loop free.
 
-        ``size``: the number of characters that the function converts; the amount of large work in progress is limited.
-        The function runs in a copy of this task's context, and the clients of a server take turns. For asyncio. Raises
-        what the function raises.
+        ``size``: the number of characters that the function converts; the total size of large work in progress is
+        limited. The function runs in a copy of this task's context, and the clients of a server take turns. For
+        asyncio. Raises what the function raises.
         """
         return await self._long_work.run(function, *arguments, size=size)
 
@@ -1219,7 +1224,7 @@ class Engine(BlockingCalls, AsyncOwner):
         """Return the prompt that ``chat`` would compute for a conversation.
 
         Negative tokens stand for images and sounds. ``before``: see ``stream_chat``. All arguments are checked as
-        ``chat`` checks them, which may take long: in a coroutine, call it through ``offload``. Any thread. Raises as
+        ``chat`` checks them, which may take long: in a coroutine, call this through ``offload``. Any thread. Raises as
         ``chat`` does.
         """
         chat_options = ChatOptions(
@@ -1244,7 +1249,7 @@ class Engine(BlockingCalls, AsyncOwner):
         return self._chat_builder.n_tokens(messages, template_args or {})
 
     def set_cache_writes(self, when: Literal["always", "at_close", "never"]) -> None:
-        """Set when cached prefixes are written to ``cache_dir``. They are read from it in any case.
+        """Set when cached prefixes are written to ``cache_dir``. They are read in any case.
 
         ``"always"``, the initial setting: in the background when they are evicted from host memory, while the engine
         has no work, and when it is closed. ``"at_close"``: only when it is closed. ``"never"``: not at all. A write in
@@ -1259,12 +1264,12 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(partial(self._engine_thread.loop.set_cache_writes, when))
 
     def save_conversation(self, name: str, path: str | os.PathLike[str]) -> tuple[int, int]:
-        """Write the cells of a conversation to a file. Return its number of tokens and the file's size in bytes.
+        """Write the cells of a conversation to a file. Return the numbers of its tokens and of the file's bytes.
 
-        A conversation is the sequence of the last request of this tenant that was made while
-        ``llamapipe.work.tenant.conversation`` was its name. The file appears only when it is complete, and only the
-        user who runs the engine may read it. Waits for the running step. Any thread. Raises InvalidRequestError if
-        there are no cells, EngineClosedError, OSError.
+        ``name``: the value of the context variable ``llamapipe.work.tenant.conversation`` when a request was made. The
+        conversation is the sequence of this tenant's last such request. The file appears only when it is complete, and
+        only the user who runs the engine may read it. Waits for the running step. Any thread. Raises
+        InvalidRequestError if no cells are cached, EngineClosedError, OSError.
         """
         self._engine_thread.check_open()
         path = path_of(path)
@@ -1272,7 +1277,7 @@ class Engine(BlockingCalls, AsyncOwner):
         sequence = self._engine_thread.ask(partial(loop.conversation, conversation_key(name)))
         if sequence is None:
             raise InvalidRequestError(
-                f"nothing is cached of the conversation {quoted(name)}; compute it first"
+                f"no cells of the conversation {quoted(name)} are cached; compute it first"
             )
         try:
             return len(sequence.tokens), write_sequence(path, sequence, self._snapshot_format(None))
@@ -1298,7 +1303,7 @@ class Engine(BlockingCalls, AsyncOwner):
         try:
             self._check_length(path, len(sequence.tokens))
             if not is_of(tenant.get().cache)(sequence.cache_key):
-                raise InvalidRequestError(f"{path.name} is of another API key")
+                raise InvalidRequestError(f"{path.name} belongs to another API key")
         except InvalidRequestError:
             sequence.close()
             raise
@@ -1308,9 +1313,9 @@ class Engine(BlockingCalls, AsyncOwner):
     def import_conversation(self, data: bytes, path: str | os.PathLike[str]) -> tuple[int, int]:
         """Write the bytes of a ``save_conversation`` file from elsewhere to a file of this tenant.
 
-        Returns the same values as ``save_conversation``. Everything except the cells' values is checked before it
-        reaches native code. The file may come from another tenant. Any thread. Raises OSError, EngineClosedError,
-        InvalidRequestError for what ``load_conversation`` refuses.
+        Returns the same numbers as ``save_conversation``. Everything except the values of the cells is checked before
+        it reaches native code. The file may come from another tenant. Any thread. Raises OSError, EngineClosedError,
+        InvalidRequestError for a file that is damaged, too long, or of another model.
         """
         self._engine_thread.check_open()
         path = path_of(path)
@@ -1332,14 +1337,15 @@ class Engine(BlockingCalls, AsyncOwner):
             raise InvalidRequestError(f"{path.name} has {n} tokens; n_ctx is {self.n_ctx}")
 
     def hold_conversation(self, name: str) -> None:
-        """Announce that a conversation will continue soon, such as when a tool has run: its cells are evicted last.
+        """Announce that a conversation will continue soon, for example after a tool call: its cells are evicted last.
 
-        Call ``release_conversation`` when it does. See ``save_conversation``. Does not wait. Any thread.
+        ``name``: as for ``save_conversation``. Call ``release_conversation`` when the conversation continues. Does not
+        wait. Any thread.
         """
         self._engine_thread.call(self._engine_thread.loop.hold_conversation, conversation_key(name))
 
     def release_conversation(self, name: str, is_done: bool = False) -> None:
-        """End ``hold_conversation``. ``is_done``: nobody will continue it, so its cells are evicted first.
+        """End ``hold_conversation``. ``is_done``: the conversation has ended, so its cells are evicted first.
 
         Does not wait. Any thread.
         """
@@ -1361,9 +1367,10 @@ class Engine(BlockingCalls, AsyncOwner):
         return replace(self._engine_thread.stats(), queue_times=self._queue.times())
 
     def reset_prefix_cache(self) -> None:
-        """Forget the cached tokens that no request uses, except those of ``cache_prefix``. Waits for the running step.
+        """Forget the cached tokens that no request uses, also in ``cache_dir``, except those of ``cache_prefix``.
 
-        Also forgets those in ``cache_dir``. Any thread. Raises EngineClosedError, OSError.
+        In a server with separate caches, forgets only those of the calling tenant. Waits for the running step. Any
+        thread. Raises EngineClosedError, OSError.
         """
         self._engine_thread.check_open()
         is_wanted = is_of(tenant.get().cache)
@@ -1371,10 +1378,10 @@ class Engine(BlockingCalls, AsyncOwner):
         self._engine_thread.ask(reset)
         if self._disk_cache is not None:
             self._disk_cache.forget(is_wanted)
-            self._engine_thread.ask(reset)  # what was read of these files meanwhile
+            self._engine_thread.ask(reset)  # cells that were read from these files meanwhile
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the engine's bookkeeping is inconsistent. For tests and debugging."""
+        """Raise AssertionError if the engine's bookkeeping is inconsistent. For tests and debugging."""
         self._engine_thread.check_integrity()
 
     @property
@@ -1384,9 +1391,9 @@ class Engine(BlockingCalls, AsyncOwner):
 
     @property
     def failure(self) -> BackendError | None:
-        """The defect that ended the engine's work, so that every request fails; None while it works. Any thread.
+        """The defect that stopped the engine; None while it works. Any thread.
 
-        Close such an engine and create a new one.
+        Every request then fails with it. Close such an engine and create a new one.
         """
         return self._engine_thread.failure
 
@@ -1428,7 +1435,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
 
 def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
-    """Return the form of the states of a context that has computed nothing yet; None if it is not known."""
+    """Return the layout of the states of a context that has computed nothing yet; None if it is not known."""
     context, states = pipeline.context, empty_states(pipeline)
     if states is None:
         return None
@@ -1445,10 +1452,11 @@ def _cache(
     publisher: Publisher | None,
     spills: bool,
 ) -> KvCache:
-    """Make the cache of a context, with the sharing that the context supports.
+    """Create the cache of a context, with the sharing that the context supports.
 
-    ``mode``: True, ``"exact"`` or False. ``kv_bytes``: the size of the context's cells, 0 if it is not known. Raises
-    ValueError for options that exclude each other.
+    ``mode``: True, ``"exact"`` or False. ``host_bytes``: host memory for saved cells. ``kv_bytes``: bytes of the
+    context's cells, 0 if it is not known. ``spills``: there is a ``cache_dir``. Raises ValueError for options that
+    exclude each other.
     """
     is_exact = mode == "exact"
     if is_exact and context.n_batch % context.n_ubatch:
@@ -1466,7 +1474,7 @@ def _cache(
             "prefix_cache='exact' needs a KV cache for each request, because rounding depends on where cells are: "
             "leave n_cells and kv_unified out"
         )
-    # Only our attention skips cells of other sequences; no device's does.
+    # Only our attention kernels skip the cells of other sequences; those of devices do not.
     max_parked = _MAX_PARKED_SKIPPED if context.mixes_adapters else _MAX_PARKED_UNIFIED
     return KvCache(
         context.n_seq_max,
@@ -1491,8 +1499,8 @@ def _scheduler(
     model = context.model
     no_guesses = "" if context.n_ubatch > 1 else "n_ubatch is 1: a step has no room for guesses"
     n_score_rows = max(context.n_outputs_max - context.n_seq_max, 1)
-    # A ubatch that finds no cells is taken back with those of its step before it. Their tokens may have got cells that
-    # a window had left, and sequences that go back need these. So where windows share cells, a step is one ubatch.
+    # If a ubatch finds no cells, the earlier ubatches of its step are undone. Their tokens may have overwritten cells
+    # that had left a window, which the sequences then need again. So where windows share cells, a step is one ubatch.
     is_one_ubatch = context.kv_unified and model.n_swa > 0 and context.has_ring
     gate = Gate(
         0 if no_guesses else n_score_rows,
@@ -1516,7 +1524,7 @@ def _scheduler(
         max_itl_s=max_itl_s,
         overflow=overflow,
         gate=gate,
-        # Without a ring, llama.cpp cuts batches, and their rows could not be told apart.
+        # Without a ring, llama.cpp cuts batches, so rows could not be assigned to adapters.
         carries=carries if context.mixes_adapters and context.has_ring else None,
     )
 
@@ -1532,7 +1540,7 @@ def _check_types(model: object, draft: object, tuning: object) -> None:
         )
     if draft in ("ngram", "off"):
         raise ValueError(
-            f"draft is {quoted(draft)}; what a text repeats is guessed without it: leave draft out. "
+            f"draft is {quoted(draft)}; repeated text is guessed without a draft: leave draft out. "
             'SamplingParams(speculate="off") guesses nothing'
         )
     if not isinstance(tuning, EngineTuning):
@@ -1627,7 +1635,7 @@ def _open_drafter(
     undo: ExitStack, context: Context, draft: Model | None, has_mtp: bool, max_itl_s: float | None
 ) -> Drafter | None:
     """Open the drafter: a model, or the model's MTP layer. Raises ValueError for a draft that does not fit."""
-    # As for chunks of prompts: streams wait while the draft model computes one.
+    # The same limit as for chunks of prompts: streams wait while the draft model computes a chunk.
     n_room = context.n_ubatch if max_itl_s is None else min(LEAST_CHUNK, context.n_ubatch)
     if has_mtp:
         return undo.enter_context(closing(make_mtp_drafter(context, n_room)))
@@ -1639,7 +1647,7 @@ def _open_drafter(
 def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
     """Return how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing."""
     shares = cache.enabled and cache.shares_running
-    # Where cells are scarce, a request may cost others the cells that they share; a full queue refuses them.
+    # Where cells are scarce, the requests of a call would compete for them. A limited queue could refuse some of them.
     shares = shares and max_queue is None and context.n_cells >= context.n_ctx * context.n_seq_max
     return context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
 
@@ -1714,13 +1722,13 @@ def _free_memory() -> int:
 
 
 def prefill_cutoff(context: Context) -> int | None:
-    """Return the number of prompt tokens after which a step ends early for a stream's first token; None: no limit."""
+    """Return the number of prompt tokens at which a step with a stream's first token is full; None: no such limit."""
     # A GPU reads all weights in each step, even for a few tokens.
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 
 
 def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
-    """Load a draft model as the model it drafts for was loaded. Raises ValueError if its metadata says it cannot."""
+    """Load a draft with the options of the model it drafts for. Raises ValueError if the two do not fit together."""
     from llamapipe.gguf.check import check_gguf
 
     stored = model_of(path)
@@ -1740,7 +1748,9 @@ def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     if not isinstance(kv_events, KvEvents):
         raise TypeError(f"kv_events must be KvEvents or None, not {type(kv_events).__name__}")
     if not cache_mode:
-        raise ValueError("kv_events tells what the prefix cache holds, but prefix_cache is False")
+        raise ValueError(
+            "kv_events publishes the contents of the prefix cache, but prefix_cache is False: leave one of them out"
+        )
     return kv_events
 
 

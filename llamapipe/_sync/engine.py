@@ -131,8 +131,8 @@ class BlockingCalls(EngineParts):
           the finish reason ``"timeout"``.
 
         Any thread. Ctrl-C, a cancelled task and any error cancel the requests of this call. Raises InvalidRequestError,
-        TypeError or ValueError for bad prompts and options, QueueFullError, TimeoutError, DecodeError,
-        EngineClosedError.
+        TypeError or ValueError for bad prompts and options, ImportError for options that need a missing extra,
+        QueueFullError, TimeoutError, DecodeError, EngineClosedError, and BackendError if the engine has failed.
         """
         self._engine_thread.check_open()
         checked = check_choice("on_error", on_error, ERROR_MODES)
@@ -182,11 +182,11 @@ class BlockingCalls(EngineParts):
     ) -> Iterator[tuple[int, Completion]] | Iterator[tuple[int, Completion | Exception]]:
         """Complete any number of prompts in bounded memory: yield ``(index, Completion)`` as they finish.
 
-        - ``prompts``: any iterable, including a generator. It is read as slots become free. For asyncio it may be
-          asynchronous; completions are then also yielded while it waits for its next prompt.
+        - ``prompts``: any iterable, including a generator. It is read as requests finish. For asyncio it may be
+          asynchronous; completions are then also yielded while the next prompt is awaited.
         - ``n_ahead``: maximum number of prompts read ahead of their completions; default: twice ``n_seq_max``.
         - ``params``: one for all prompts, or an iterable with one for each.
-        - ``timeout``: as for ``generate``; it counts from the request for the first result.
+        - ``timeout``: as for ``generate``, but counted from when the first result is asked for.
 
         Other options are as for ``generate``. For one thread or task at a time. Closing or dropping the iterator, or
         cancelling its task, cancels the requests that are left; to close it after a ``break``, use
@@ -257,8 +257,8 @@ class BlockingCalls(EngineParts):
         """Start a completion and return an iterator over its deltas. Raises as ``generate`` does.
 
         For asyncio the request starts when its first delta is awaited, or with ``submit``; bad arguments raise
-        immediately. With ``block=False`` it starts immediately, in a task, so that a full queue raises here: a web
-        service can still answer 429.
+        immediately. With ``block=False`` the request starts immediately, in a task, and a full queue raises here: a web
+        service can still answer with status 429.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block)
@@ -275,7 +275,7 @@ class BlockingCalls(EngineParts):
 
         submit = partial(self._submission.submit, block=options.block)
         stream = Stream(self._engine_thread, make, submit, options.deadline)
-        stream.engine = self  # keeps the engine alive: it closes itself when it is dropped
+        stream.engine = self  # keeps the engine alive, which closes itself when nothing refers to it
         stream.submit()
         return stream
 
@@ -299,7 +299,7 @@ class BlockingCalls(EngineParts):
           with the gap.
         - ``order``: the prompt begins with the prefix (``"psm"``) or with the suffix (``"spm"``).
 
-        Other options are as for ``generate``. If ``n_ctx`` has no room for everything besides ``max_tokens``, text is
+        Other options are as for ``generate``. If the whole prompt and ``max_tokens`` do not fit into ``n_ctx``, text is
         left out as in ``Model.tokenize_fim``: in large portions, so that the prefix cache helps while a cursor moves.
 
         Raises InvalidRequestError for a model without fill-in-the-middle tokens; otherwise raises as ``generate`` does.
@@ -389,9 +389,9 @@ class BlockingCalls(EngineParts):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answer a conversation, or several together, and return when all answers are complete.
 
-        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages that the model's
-        template refuses, and ImportError without the extra ``chat``.
+        For a list of conversations, returns a list of answers in the same order. ``timeout``, ``block`` and
+        ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages
+        that the model's template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -439,8 +439,8 @@ class BlockingCalls(EngineParts):
 
         For asyncio the request starts when its first part is awaited, or with ``submit``. Bad arguments raise
         immediately. A long conversation, or one with tools or a response format, is rendered in a worker thread when it
-        starts. With ``block=False`` all other conversations start immediately, and a full queue raises here in either
-        case.
+        starts. With ``block=False`` a full queue raises here, and conversations that need no worker thread also start
+        immediately.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(
@@ -487,10 +487,9 @@ class BlockingCalls(EngineParts):
     def restore(self, snapshot: bytes, params: SamplingParams | None = None) -> Generation:
         """Continue a sequence from a ``Generation.snapshot`` of this engine or another one with the same model.
 
-        Its cells are loaded with the first ``next``. They are computed again if ``cache_bytes`` has no room for them,
-        if there is no prefix cache, or if the other engine's memory had another layout (``flash_attn``). Limits in
-        ``params`` count from here, and constraints apply to all generated tokens. Nothing is computed before the first
-        ``next``.
+        Nothing is computed before the first ``next``, which loads the cells. They are computed again if ``cache_bytes``
+        has no room for them, if there is no prefix cache, or if the other engine's memory had another layout
+        (``flash_attn``). Limits in ``params`` count from here; a constraint applies to earlier generated tokens, too.
 
         Raises TypeError if ``snapshot`` is not bytes, InvalidRequestError if it is damaged, from another model, made
         with other ``type_k`` or ``type_v``, or too long for ``n_ctx``; otherwise raises as ``start`` does.
@@ -519,7 +518,7 @@ class BlockingCalls(EngineParts):
 
         Later requests whose prompts begin with the same tokens load these cells. ``prompt``: text or token ids, such as
         the result of ``Model.tokenize_chat(messages, add_generation_prompt=False)``. ``cache_salt``, ``adapter``: as in
-        the requests that will use the prefix.
+        the requests that will use the prefix. ``timeout``: seconds; None: no limit.
 
         Returns when the prompt is computed. Raises InvalidRequestError if the prompt has fewer than 16 tokens or needs
         more than is left of ``cache_bytes``, or if the engine has no prefix cache; otherwise raises as ``score`` does.
@@ -623,12 +622,12 @@ class BlockingCalls(EngineParts):
           shape.
 
         Equal prompts are computed once. Many continuations of a prompt are divided among requests that run at the same
-        time. If both are text, prompt + continuation are tokenized together; the tokens after the longest common prefix
-        of the prompt and all these texts are scored. No space is added: after "Answer:", pass " yes", not "yes"; a
-        warning says so.
+        time. If prompt and continuation are both text, they are tokenized together; the tokens after the longest prefix
+        that the prompt and all these texts share are scored. No space is added: after "Answer:", pass " yes", not
+        "yes". A warning is logged if several continuations all seem to lack the space.
 
-        Options are as for ``generate``, ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
-        continuation together exceed ``n_ctx``, a continuation has no tokens or there is no such adapter; otherwise
+        Options are as for ``generate``; ``adapter`` is as in SamplingParams. Raises InvalidRequestError if prompt and
+        continuation together exceed ``n_ctx``, a continuation has no tokens, or there is no such adapter; otherwise
         raises as ``generate`` does.
         """
         self._engine_thread.check_open()
@@ -671,7 +670,8 @@ class BlockingCalls(EngineParts):
     ) -> Score | list[Score]:
         """Score a text, or several: every token but the first, given the tokens before it.
 
-        Options and exceptions are as for ``score``.
+        ``tokens``: the token ids of one text, for a ``Score``; or a list of these, for a list of scores. A text has at
+        least two tokens. Options and exceptions are as for ``score``.
         """
         self._engine_thread.check_open()
         options = call_options(timeout, block, operation="score")
@@ -696,7 +696,7 @@ class BlockingCalls(EngineParts):
 
         With ``n_window`` the result equals that of llama.cpp's perplexity tool. The text is cut into windows of
         ``n_window`` tokens that do not overlap; an incomplete last window is left out. If the vocabulary asks for a BOS
-        token, it replaces each window's first token. Only the tokens after the first ``n_window // 2 + 1`` of a window
+        token, it replaces each window's first token. The first ``n_window // 2 + 1`` tokens of each window do not
         count.
 
         Options and exceptions are as for ``score``. Also raises InvalidRequestError for fewer than 2 tokens, or for

@@ -43,7 +43,7 @@ def test_values_are_changed() -> None:
         assert model.fingerprint != plain.fingerprint
         with lp.Engine(model, 128) as engine, engine.start("a", GREEDY) as running:
             snapshot = running.snapshot()
-        with lp.Engine(plain, 128) as engine, pytest.raises(InvalidRequestError, match="of another model"):
+        with lp.Engine(plain, 128) as engine, pytest.raises(InvalidRequestError, match="from another model"):
             engine.restore(snapshot)
 
 

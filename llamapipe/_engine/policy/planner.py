@@ -6,22 +6,22 @@ The principle: each running request has tokens without KV cells, one if it decod
 computes at most ``n_batch`` of them. Requests that decode come first, with one token each. Prompts take what is left,
 in the order of their turns, and are cut where it ends. The rest of this file makes exceptions, for three reasons:
 
-1. Streams must not stutter. While requests decode, a step has at most ``n_ubatch`` tokens. It has fewer if the streams,
-   including those of requests with other adapters, must not wait that long (``PrefillBudget``).
+1. Streams must not stutter. While requests decode, a step has at most ``n_ubatch`` tokens. ``max_itl_s`` limits it
+   further, also if only requests with other adapters stream (``PrefillBudget``).
 2. First tokens must come early. A long prompt leaves up to half of a step to short prompts after it. On a CPU, where a
    prompt token takes as long in a small step as in a large one, a step that completes a stream's prompt takes no
    further prompt once the step has ``prefill_cutoff`` tokens.
 3. Reading the weights is expensive. llama.cpp splits a batch where the slots do not increase by one, and each part
    reads all weights. So gaps between the slots of decoding requests are padded, and chunks are in the order of their
-   slots. With per-sequence KV, prompts and decoding are separate passes anyway. Decoding then yields to prompt steps,
-   for at most ``n_ubatch`` prompt tokens in total.
+   slots. With per-sequence KV, prompts and decoding are separate passes anyway. On a CPU, decoding then yields to the
+   prompts of streams, for at most ``n_ubatch`` prompt tokens in total.
 
 A prompt is also cut where other adapters take over (an activated LoRA), and at the places where its state is saved
-(``kv.py``). The rest belongs to another step.
+(``kv.py``). The rest of the prompt waits for a later step.
 
 The rows of an image are batch entries like tokens, and share steps with them. In some models (Gemma 3) the rows of an
 image attend to each other, which llama.cpp can only set for a whole ubatch. Such an image is a separate step, and
-requests that decode get a step between two of these.
+requests that decode get a step between two such steps.
 
 A request that decodes may have guessed tokens after its last one; ``speculation.py`` says which.
 
@@ -56,44 +56,45 @@ _slot, _n_past, _tokens = attrgetter("slot"), attrgetter("n_past"), attrgetter("
 _slot_of_chunk, _last = attrgetter("request.slot"), itemgetter(-1)
 LEAST_CHUNK = 64  # prompt tokens; llama.cpp's attention on a CPU works in tiles of this size
 _MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
-_KEPT = 0.9  # weight of the observations so far at the next one
-_LEAST_ROWS = 4  # scored tokens that a step may always have
-_FIRST_ROWS = 8  # the limit until their cost is known
+_KEPT = 0.9  # each observation multiplies the weight of the earlier ones by this
+_LEAST_ROWS = 4  # a step may always have so many scored tokens
+_FIRST_ROWS = 8  # the limit on scored tokens until their cost is known
 
 
 class PrefillBudget:
     """Learns the cost of prompt tokens from the times of steps. For the engine thread.
 
-    A prompt token costs ``a + b * position``: a pass over the weights, and attention to the tokens before it. Both are
-    fitted by least squares, with less weight on older observations. A scored token also costs a row of logits, which
-    may take longer than the token. That cost is the time that a step takes beyond its other tokens.
+    A prompt token costs ``a + b * position`` seconds: its share of a pass over the weights, and attention to the tokens
+    before it. Both are fitted by least squares, with less weight on older observations. A scored token also costs a row
+    of logits, which may take longer than the token. The cost of a row is the time that a step takes beyond its other
+    tokens.
 
-    ``max_itl_s``: the longest time between two tokens of a stream, in seconds; None: no limit. A step always has room
-    for 64 prompt tokens and 4 scored tokens, so prompts and scores always progress.
+    ``max_itl_s``: the target for the time between two tokens of a stream, in seconds; None: no limit. A step always has
+    room for 64 prompt tokens and 4 scored tokens, so prompts and scores always progress.
     """
 
     def __init__(self, max_itl_s: float | None) -> None:
         self.is_on = max_itl_s is not None
         self._limit_s = _MARGIN * (max_itl_s or 0.0)
-        self._decode_s: float | None = None  # of a step without prompts
-        # Weighted sums; x: position, y: seconds a token.
+        self._decode_s: float | None = None  # seconds of a step without prompts, averaged
+        # Weighted sums; x: position, y: seconds per token.
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._n_most = LEAST_CHUNK // 2  # prompt tokens of the largest step so far
-        self._row_s: float | None = None  # seconds a scored token
+        self._row_s: float | None = None  # seconds per scored token
         self._n_most_rows = _FIRST_ROWS // 2
 
     def __repr__(self) -> str:
         return f"<PrefillBudget {self.n_tokens(0) if self.is_on else 'unlimited'}>"
 
     def n_tokens(self, position: int, n_turns: int = 1) -> int:
-        """Return the maximum prompt tokens of a step with decoding requests, for a prompt part from this position.
+        """Return the maximum number of prompt tokens in a step with decoding requests; the first is at this position.
 
         ``n_turns``: how many such steps may come between two tokens of a stream, and so share the time.
         """
         if not self.is_on:
             return UNLIMITED
         if not self._n:
-            return LEAST_CHUNK  # find out what they cost
+            return LEAST_CHUNK  # their cost is not known yet; this step shows it
         variance = self._xx * self._n - self._x * self._x
         slope_s = (self._xy * self._n - self._x * self._y) / variance if variance > 1e-9 * self._xx else 0.0
         slope_s = max(slope_s, 0.0)
@@ -105,11 +106,11 @@ class PrefillBudget:
         n = left_s / first_s
         if slope_s > 0:
             n = (math.sqrt(first_s * first_s + 2 * slope_s * left_s) - first_s) / slope_s
-        n = min(n, 2 * self._n_most)  # further from what was seen, the fit may be wrong
+        n = min(n, 2 * self._n_most)  # far beyond the largest step so far, the fit may be wrong
         return max(int(n) // LEAST_CHUNK, 1) * LEAST_CHUNK
 
     def n_rows(self) -> int:
-        """Return the limit on scored tokens in a step with decoding requests."""
+        """Return the maximum number of scored tokens in a step with decoding requests."""
         if not self.is_on:
             return UNLIMITED
         left_s = self._limit_s - (self._decode_s or 0.0)
@@ -121,7 +122,7 @@ class PrefillBudget:
     def observe(
         self, n_prompt: int, position: float, seconds: float, n_rows: int = 0, decodes: bool = True
     ) -> None:
-        """Learn from the time of a step; ``position``: the mean of its ``n_prompt`` tokens.
+        """Learn from the time of a step; ``position``: the mean position of its ``n_prompt`` tokens.
 
         ``n_rows``: how many of the prompt tokens were scored. ``decodes``: whether requests decoded in the step.
         """
@@ -137,7 +138,7 @@ class PrefillBudget:
             if 2 * n_rows >= n_prompt:
                 return
             prompt_s = max(prompt_s - n_rows * (self._row_s or 0.0), prompt_s / 2)
-        if n_prompt >= LEAST_CHUNK // 4:  # fewer say little
+        if n_prompt >= LEAST_CHUNK // 4:  # a smaller step says little about the cost of a token
             self._n_most = max(self._n_most, n_prompt)
             token_s = prompt_s / n_prompt
             self._n = _KEPT * self._n + 1
@@ -148,7 +149,7 @@ class PrefillBudget:
 
     def _observe_rows(self, n_rows: int, n_others: int, seconds: float) -> None:
         """Learn the cost of scored tokens from a step with ``n_others`` other prompt tokens."""
-        if self._row_s is not None and 3 * n_rows < n_others:  # too few to tell more
+        if self._row_s is not None and 3 * n_rows < n_others:  # too few for more than an upper bound
             self._row_s = min(self._row_s, seconds / n_rows)
             return
         others_s = n_others * self._y / self._n if self._n else 0.0
@@ -160,10 +161,10 @@ class PrefillBudget:
 class BatchBuilder:
     """Fills batches of up to ``n_batch`` tokens.
 
-    ``padding_token``: fills gaps between the slots of decoding requests; None if gaps cost nothing (unified KV).
-    ``n_score_rows``: maximum number of rows in a step that score requests' own tokens. ``prefill_cutoff``: a step that
-    completes a stream's prompt takes no further prompt once the step has this many prompt tokens; None: no such limit.
-    For ``max_itl_s`` see PrefillBudget.
+    ``padding_token``: fills gaps between the slots of decoding requests; None: no padding, because gaps cost nothing
+    (unified KV) or the model is recurrent. ``n_score_rows``: maximum number of output rows of a step for scored tokens.
+    ``prefill_cutoff``: a step that completes a stream's prompt takes no further prompt once the step has this many
+    prompt tokens; None: no such limit. For ``max_itl_s`` see PrefillBudget.
 
     ``depth``: how many scoring steps may be in flight; if more than one, each has at most ``n_ubatch`` tokens.
     ``n_micro_batches``: how many parts the decoding requests are split into. Each part is a step, so one part is
@@ -184,7 +185,7 @@ class BatchBuilder:
         self.n_ubatch = n_ubatch
         self._prefill_cutoff = UNLIMITED if prefill_cutoff is None else prefill_cutoff
         self._n_waited = 0  # prompt tokens that decoding has yielded to
-        self._n_last = 0  # those of them in the last step
+        self._n_last = 0  # of these, the ones in the last step
         self._padding_token = padding_token
         self._n_score_rows = n_score_rows
         self.depth = 1
@@ -197,9 +198,10 @@ class BatchBuilder:
         parked: Mapping[int, Cells],
         guesses: Mapping[Request, Sequence[int]] | None = None,
     ) -> BatchPlan:
-        """Plan the next step from the requests that no step in flight has. Without any, the plan has no tokens.
+        """Plan the next step from the requests that are in no step in flight. If all are, the plan has no tokens.
 
-        ``parked``: cells in slots without a request. ``guesses``: tokens to compute after the last tokens of requests.
+        ``parked``: cells in slots without a request. ``guesses``: guessed tokens to compute after each request's last
+        token; the step then has no prompts.
         """
         plan = BatchPlan()
         if guesses:
@@ -241,8 +243,8 @@ class BatchBuilder:
         first tokens after the prompts.
         """
         if self._prefill_cutoff == UNLIMITED or self._padding_token is None or self.n_micro_batches > 1:
-            # With unified KV (no padding token) decoding shares the prompts' pass over the weights, so waiting saves
-            # nothing. A micro-batch would wait for the other one's prompts, too.
+            # With unified KV, decoding shares the prompts' pass over the weights, so waiting saves nothing. One
+            # micro-batch would also wait for the prompts of another.
             return False
         n_step = n_next = 0
         for request in running.prefilling:
@@ -263,11 +265,11 @@ class BatchBuilder:
         # Not twice in a row for a few tokens: each step is a pass, and prompts may keep arriving one by one.
         if n_step < self._prefill_cutoff and 0 < self._n_last < self._prefill_cutoff:
             return False
-        # Leave room in the decode delay (one ubatch) for the first prompt of the next step.
+        # Decoding yields to one ubatch of prompt tokens at most: leave room for the first prompt of the next step.
         return self._n_waited + n_step + n_next <= min(self.n_ubatch, self._n_beside(running))
 
     def _n_beside(self, running: Running) -> int:
-        """Return the maximum prompt tokens in a step with requests that decode, or between two of their steps."""
+        """Return the maximum number of prompt tokens in a step with decoding requests, or between two such steps."""
         if not self.budget.is_on:
             return UNLIMITED
         return self.budget.n_tokens(running.prefilling[0].n_past, max(len(running.others), 1))
@@ -275,7 +277,7 @@ class BatchBuilder:
     def part(self, decoding: list[Request]) -> list[Request]:
         """Return the decoding requests of the next step; with micro-batches, without the requests in flight.
 
-        They are split by slot, the lower half first, so no gaps need padding.
+        They are split by slot, the lowest slots first, so that the split leaves no gaps to pad.
         """
         if self.n_micro_batches == 1:
             return decoding
@@ -337,7 +339,7 @@ class BatchBuilder:
         if len(gaps) > len(plan.seq_ids):
             return
         for slot in gaps:
-            # Below n_ctx: the last token of a full sequence needs no cell.
+            # The position is below n_ctx: the last token of a full sequence needs no cell.
             position = parked[slot].n if slot in parked else held.get(slot, 0)
             i = slot - first - sum(1 for f in prefilling if first < f < slot)
             plan.tokens.insert(i, padding_token)
@@ -371,7 +373,7 @@ class BatchBuilder:
             if budget <= 0:
                 break
             if n_reserved and chunks and request.n_uncomputed > budget:
-                continue  # one prompt in part is enough
+                continue  # one incomplete prompt in a step is enough
             if request.batch_plan is not None and request.batch_plan.in_flight:
                 continue
             first, end = request.n_past, len(request.tokens)

@@ -1,11 +1,11 @@
-"""A radix tree over token ids, which finds the holders with the longest common prefix of a prompt.
+"""A radix tree over token ids, which finds the holders that share the longest prefix with a prompt.
 
 Open this file to change how prefixes are found, or what an observer of the cache learns.
 
-The principle: the tree knows tokens and nothing else. A node is a run of tokens, and a holder stands at the node where
-its tokens end. Holders share tokens only under the same key: everything that the cells depend on besides their tokens
-is in the key, or is a negative number among the tokens. The time of a lookup depends on the length of the prompt, not
-on the number of holders.
+The principle: the tree knows keys and tokens, nothing else. A node is a run of tokens, and each holder has a node at
+which its tokens end. Holders share tokens only under the same key: everything that the cells depend on besides their
+tokens is in the key, or is a negative number among the tokens. The time of a lookup depends on the length of the
+prompt, not on the number of holders.
 
 ``kv.py`` puts sequences of cells into the tree and decides what to do with a match. Pure policy.
 """
@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 H = TypeVar("H", bound=Hashable)
-_MAX_LOOKED_AT = 8  # holders of one node; all of them share the same tokens
+_MAX_LOOKED_AT = 8  # holders of a node that a search returns; all of them share the same tokens
 
 
 class _Node(Generic[H]):
@@ -28,9 +28,9 @@ class _Node(Generic[H]):
     def __init__(self, tokens: list[int], parent: _Node[H] | None) -> None:
         self.tokens = tokens
         self.parent = parent
-        self.ends: list[H] = []  # those of its holders that have no more tokens
+        self.ends: list[H] = []  # those of its holders whose tokens end here
         self.children: dict[int, _Node[H]] = {}
-        self.holders: dict[H, None] = {}  # whose tokens lead to this node's end or further, the newest last
+        self.holders: dict[H, None] = {}  # whose tokens include all of this node's, the newest last
 
 
 class _Root(_Node[H]):
@@ -65,7 +65,7 @@ class PrefixTree(Generic[H]):
         return holder in self._ends
 
     def insert(self, holder: H, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Add a holder with its tokens under a key. It must not be in the tree yet."""
+        """Add a holder with its tokens under a key. The holder must not be in the tree yet."""
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = _Root(key)
@@ -73,7 +73,7 @@ class PrefixTree(Generic[H]):
         self._insert_below(root, holder, tokens, 0)
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
-        """Add the tokens after the first ``n``, which the tree already has for this holder."""
+        """Extend a holder to these tokens, of which the tree already has the first ``n``."""
         end = self._ends[holder]
         end.ends.remove(holder)
         self._insert_below(end, holder, tokens, n)
@@ -119,23 +119,23 @@ class PrefixTree(Generic[H]):
     def find(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
         """Yield a key's holders with the number of prompt tokens that each shares, at most ``limit``; longest first.
 
-        Among holders that share equally many, yields the newest few.
+        Among holders that share equally many, yields the newest few. A holder may be yielded again with fewer tokens.
         """
         for n, node, _ in reversed(self._path(tokens, limit, key)):
             for holder in islice(reversed(node.holders), _MAX_LOOKED_AT):
                 yield n, holder
 
     def prefixes(self, tokens: Sequence[int], limit: int, key: Hashable = None) -> Iterator[tuple[int, H]]:
-        """Yield the lengths and holders of a key that are prefixes of a prompt, at most ``limit`` long; longest first.
+        """Yield ``(length, holder)`` where all of a holder's tokens are a prefix of the prompt; longest first.
 
-        Among holders with the same tokens, yields the newest.
+        ``limit``: the maximum length. Among holders with the same tokens, yields the newest.
         """
         for n, node, is_whole in reversed(self._path(tokens, limit, key)):
             if is_whole and node.ends:
                 yield n, node.ends[-1]
 
     def _path(self, tokens: Sequence[int], limit: int, key: Hashable) -> list[tuple[int, _Node[H], bool]]:
-        """Return the nodes along a prompt, each with the tokens up to it, and whether all of its tokens match."""
+        """Return ``(n, node, is_whole)`` along a prompt: ``n`` tokens match so far, with the whole node or a part."""
         path: list[tuple[int, _Node[H], bool]] = []
         node: _Node[H] | None = self._roots.get(key)
         i = 0
@@ -152,7 +152,7 @@ class PrefixTree(Generic[H]):
         return path
 
     def sharing(self, holder: H, n: int) -> tuple[int, list[H]]:
-        """Return how many of a holder's ``n`` tokens another holder begins with, and the newest few such holders."""
+        """Return how many of a holder's ``n`` tokens it shares with any other, and the newest few that share them."""
         node: _Node[H] | None = self._ends[holder]
         while node is not None and node.parent is not None and len(node.holders) == 1:
             n -= len(node.tokens)
@@ -163,7 +163,7 @@ class PrefixTree(Generic[H]):
         return n, [other for other in holders if other != holder]
 
     def key_of(self, holder: H) -> Hashable:
-        """Return the key with which a holder is in the tree."""
+        """Return the key of a holder in the tree."""
         node = self._ends[holder]
         while node.parent is not None:
             node = node.parent
@@ -171,7 +171,7 @@ class PrefixTree(Generic[H]):
         return node.key
 
     def tokens_of(self, holder: H) -> list[int]:
-        """Return the tokens with which a holder is in the tree."""
+        """Return the tokens of a holder in the tree."""
         parts = []
         node: _Node[H] | None = self._ends[holder]
         while node is not None:
@@ -239,7 +239,7 @@ class ObservedTree(PrefixTree[H]):
 
 
 def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> int:
-    """Count the tokens that ``tokens`` from ``begin`` on and the start of ``others`` have in common."""
+    """Return the length of the longest common prefix of ``tokens[begin:]`` and ``others``."""
     n = min(len(tokens) - begin, len(others))
     if tokens[begin : begin + n] == others[:n]:
         return n
@@ -256,13 +256,13 @@ def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> in
 def _before_marks(tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens before the first one that stands for an image, a sound or other adapters.
 
-    Observers do not know such numbers.
+    Such tokens are negative numbers, which mean nothing to an observer.
     """
     return next((tokens[:i] for i, token in enumerate(tokens) if token < 0), tokens)
 
 
 def _split(node: _Node[H], k: int) -> _Node[H]:
-    """Split a node after its first ``k`` tokens. Return the new node, which has these."""
+    """Split a node after its first ``k`` tokens. Return the new node, which has these ``k``."""
     parent = node.parent
     assert parent is not None
     upper = _Node[H](node.tokens[:k], parent)

@@ -43,7 +43,7 @@ Piece = Callable[[int], bytes]  # a token's bytes
 
 
 def token_logprob(request: Request, token: int, piece: Piece) -> TokenLogprob:
-    """Return the log-probability of a request's next token. Call it once for each token."""
+    """Remove and return the log-probability of a request's next token. Call it once for each token, in order."""
     logprob, top = request.logprobs.pop(0)
     return TokenLogprob(token, logprob, _top(top, piece), piece(token))
 
@@ -75,7 +75,7 @@ class TextSink(ResultSink):
         self._stops = stops
         self._skip_space = skip_space
         self._text = TextStream(stops, skip_space)
-        self._last: Any = None  # kept for ``finish``
+        self._last: Any = None  # the last token or delta, kept for ``finish``
 
     def restart_text(self, at_start: bool) -> None:
         self._text = TextStream(self._stops, self._skip_space and at_start)
@@ -84,8 +84,8 @@ class TextSink(ResultSink):
 class Choices:
     """The choices of one prompt, which their sinks fill in. The last one puts ``(index, Completion)`` into the mailbox.
 
-    If a choice fails, ``(index, Failure)`` is put there once instead of a completion. ``first_at``: when the first
-    choice got its first token.
+    If a choice fails, ``(index, Failure)`` is put there once instead of a completion. ``first_at``: when any choice got
+    the first token (``perf_counter``); None before.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Choices:
     ) -> None:
         self.mailbox = mailbox
         self._index = index
-        self._prompt_targets = prompt_targets  # where the prompt's log-probabilities are wanted
+        self._prompt_targets = prompt_targets  # None unless the prompt's log-probabilities are wanted
         self._started_at = perf_counter()
         self._choices: list[Choice | None] = [None] * n
         self._n_left = n
@@ -109,13 +109,13 @@ class Choices:
         self._failed = False
 
     def note_first_token(self, request: Request) -> None:
-        """Record the time of the first token of any choice."""
+        """Record when the first token of any choice came, and how long its request was queued."""
         self.first_at = perf_counter()
         left_queue_at = request.left_queue_at
         self._queue_s = None if left_queue_at is None else max(left_queue_at - self._started_at, 0.0)
 
     def fail(self, error: BaseException) -> None:
-        """Report that a choice failed. Later calls do nothing."""
+        """Report that a choice failed. A second call does nothing."""
         if not self._failed:
             self._failed = True
             self.mailbox.put((self._index, Failure(error)))
@@ -176,13 +176,13 @@ class CompletionSink(ResultSink):
         self._seed = seed
         self._index = index
         self._skip_space = skip_space
-        # Without stop strings the text is made at the end.
+        # Without stop strings, ``finish`` makes the text.
         self._text = TextStream(stops, skip_space) if stops else None
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     def token(self, request: Request, token: int) -> bool:
-        """Search for stop strings, if there are any."""
+        """Return whether the token completed a stop string; False if there are none."""
         if self._choices.first_at is None:
             self._choices.note_first_token(request)
         if request.wants_logprobs:
@@ -208,7 +208,7 @@ class CompletionSink(ResultSink):
             matched = self._text.matched
         reason: FinishReason = request.finish_reason  # type: ignore[assignment]
         logprobs = self._logprobs if request.wants_logprobs else None
-        if logprobs is not None and len(logprobs) < len(tokens):  # cancelled before its last tokens came here
+        if logprobs is not None and len(logprobs) < len(tokens):  # cancelled before its last tokens arrived
             left = tokens[len(logprobs) :][: len(request.logprobs)]
             logprobs += [token_logprob(request, token, self._piece) for token in left]
         ended_by = request.stop_token
@@ -229,7 +229,7 @@ class CompletionSink(ResultSink):
 
 
 class ScoreSink(ResultSink):
-    """Puts ``(index, the scores of each continuation)`` into the mailbox, or ``(index, Failure)``."""
+    """Puts ``(index, scores)`` into the mailbox, one list for each continuation, or ``(index, Failure)``."""
 
     __slots__ = ("_index", "mailbox")
 
@@ -238,7 +238,7 @@ class ScoreSink(ResultSink):
         self._index = index
 
     def token(self, request: Request, token: int) -> bool:
-        """Refuse a token, because nothing is generated."""
+        """Raise AssertionError: a scoring request generates no tokens."""
         raise AssertionError("a request without tokens has generated one")
 
     def finish(self, request: Request) -> None:
@@ -246,7 +246,7 @@ class ScoreSink(ResultSink):
             self.mailbox.put((self._index, Failure(request.error)))
         elif request.finish_reason == "cancelled":  # by its caller, or because the engine was closed
             self.mailbox.put(
-                (self._index, Failure(EngineClosedError("the engine was closed before this was scored")))
+                (self._index, Failure(EngineClosedError("the engine was closed before the text was scored")))
             )
         else:
             assert isinstance(request.logprob_targets, ContinuationTargets)
@@ -260,12 +260,12 @@ class DeltaSink(TextSink):
     _last: tuple[str, tuple[int, ...], tuple[TokenLogprob, ...] | None] | None
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand over text and token, or keep them for ``finish`` if it follows immediately."""
+        """Put the token and its text into the mailbox; keep the last ones for ``finish``, which follows immediately."""
         text = self._text.push(self._piece(token))
         stopped = self._text.stopped
         logprobs = (token_logprob(request, token, self._piece),) if request.wants_logprobs else None
         if stopped or request.finish_reason is not None:
-            if self._last is not None:  # after a right guess the last step has several tokens
+            if self._last is not None:  # with guesses, several tokens may come after the finish reason is set
                 self.mailbox.put(Delta(*self._last, None))
             self._last = (text, (token,), logprobs)
         else:
@@ -295,9 +295,9 @@ class TokenSink(TextSink):
         self._text.push_shown(generated)
 
     def fork(self, mailbox: Mailbox, keeps_text: bool) -> TokenSink:
-        """Return another sink of this kind. ``keeps_text``: it begins with this sink's partial character and held text.
+        """Return a new sink of this kind. ``keeps_text``: it begins with this sink's partial character and held text.
 
-        Do not call it while the engine thread gives this sink a token.
+        Do not call it while the engine thread may give this sink a token.
         """
         sink = TokenSink(mailbox, self._piece, self._stops, self._skip_space)
         if keeps_text:
@@ -307,7 +307,7 @@ class TokenSink(TextSink):
         return sink
 
     def token(self, request: Request, token: int) -> bool:
-        """Hand over the token, or keep it for ``finish`` if it follows immediately, when the end is known."""
+        """Put the token into the mailbox; keep the last one for ``finish``, which follows immediately."""
         piece = self._piece(token)
         stream_token = Token(token, piece, self._text.push(piece))
         if request.wants_logprobs:
@@ -321,7 +321,7 @@ class TokenSink(TextSink):
         return stopped
 
     def finish(self, request: Request) -> None:
-        """Answer the ``next`` during which the end came. Its caller sees the finish reason on the request."""
+        """Answer the ``next`` that waits when the generation ends. The finish reason is in the request."""
         if request.error is not None:
             self.mailbox.put(Failure(request.error))
             return

@@ -132,7 +132,7 @@ def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     ) = head
     if fingerprint != layout.fingerprint:
         raise InvalidRequestError(
-            f"the snapshot is of another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
+            f"the snapshot is from another model (fingerprint {fingerprint.hex()[:12]}, this model's is "
             f"{layout.fingerprint.hex()[:12]}); restore it with the file and the rope options that it was made with"
         )
     if adapters != layout.adapters:

@@ -186,7 +186,7 @@ class StateLayout:
         for head in self.rows:
             begin = reader.skip(len(head))
             if reader.data[begin : reader.at] != head:
-                raise StateError("its recurrent state is of another architecture")
+                raise StateError("its recurrent state is from another architecture")
             if head is not self.rows[0]:
                 reader.skip(_ROWS.unpack(head)[1])
         return position

@@ -71,7 +71,7 @@ class EngineThread:
     # ---- start, checks
     def start(self) -> None:
         """Start the thread. If Ctrl-C interrupts this call, close the engine thread, because it may be running."""
-        with self._lock:  # closing at the exit waits until the thread has begun
+        with self._lock:  # closing at interpreter exit waits until the thread has started
             close_at_exit(self)
             self._thread.start()
 

@@ -341,7 +341,7 @@ class TestScore:
             wait_until(lambda: inbox_of(engine).qsize() >= 2)
         engine.close(drain=False)
         for worker in asked:
-            with pytest.raises(EngineClosedError, match="closed before this was scored"):
+            with pytest.raises(EngineClosedError, match="closed before the text was scored"):
                 worker.result()
 
     def test_damaged_weights_are_no_score(self, tmp_path: Path) -> None:

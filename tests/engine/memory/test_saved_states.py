@@ -124,7 +124,7 @@ class TestForged:
                 first + 20,
                 first + 24,
             ):  # its form, layers, type and size of a row
-                self.refused(engine, forged(body, place, 7), "of another architecture")
+                self.refused(engine, forged(body, place, 7), "from another architecture")
         else:
             for n_streams in (0, 2, 2**31):
                 self.refused(engine, forged(body, first, n_streams), "streams and should have 1")
@@ -143,7 +143,7 @@ class TestForged:
             for count in (0, 2, 2**32 - 1):
                 self.refused(engine, forged(body, last, count), "recurrent states and should have 1")
             self.refused(engine, forged(body, last + 4, n), "of position")
-            self.refused(engine, forged(body, last + 16, 9), "of another architecture")
+            self.refused(engine, forged(body, last + 16, 9), "from another architecture")
 
     def test_random_changes_are_refused_or_harmless(
         self, make_engine: MakeEngine, model: lp.Model, plain: PlainLoop, snapshot: bytes

@@ -1,7 +1,7 @@
-"""Makes the calls for threads from those for asyncio: one is written, the other derived.
+"""Generates the calls for threads from those for asyncio.
 
-Run it after editing what stands between ``# ---- asyncio:`` and ``# ---- end of asyncio``. It writes the modules of
-``llamapipe/_sync`` anew: without ``async`` and ``await``, and with the names for threads in the place of those for
+Run it after editing code between ``# ---- asyncio:`` and ``# ---- end of asyncio``. It writes the modules of
+``llamapipe/_sync`` again: without ``async`` and ``await``, and with the names for threads in place of those for
 asyncio. A line that ends with ``# asyncio`` is left out, and one that begins with ``# threads:`` becomes code::
 
     python tools/unasync.py           # writes

@@ -92,7 +92,7 @@ class _Counted:
         """Return the current number of results; 0 if there is no file."""
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._n_bytes:  # it was begun anew
+                if file.seek(0, 2) < self._n_bytes:  # the file was started again
                     self._n = self._n_bytes = 0
                 file.seek(self._n_bytes)
                 while chunk := file.read(_CHUNK_BYTES):

@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         raise UsageError("IN and OUT are the same file")
     if is_complete(args.output) and not args.overwrite:
-        print(f"llamapipe: {args.output} is complete already; --overwrite begins anew", file=sys.stderr)
+        print(f"llamapipe: {args.output} is complete already; --overwrite starts again", file=sys.stderr)
         return 0
     with (
         open_output(args.output, overwrite=args.overwrite) as results,

@@ -61,7 +61,7 @@ class ResultFile:
         """
         if self._settings not in (None, settings):
             raise ValueError(
-                f"{self.path} has results of another model, template or options; start again with --overwrite, or "
+                f"{self.path} has results from another model, template or options; start again with --overwrite, or "
                 "give another output file"
             )
         self._settings = settings
@@ -242,7 +242,7 @@ def open_output(path: Path, *, overwrite: bool = False) -> Iterator[ResultFile]:
     """
     lines = lines_of(path)
     if is_complete(path) and not overwrite:
-        raise FileExistsError(f"{path} is complete already; remove it to begin anew")
+        raise FileExistsError(f"{path} is complete already; remove it to start again")
     _tables.require(path)
     results = ResultFile(lines, overwrite=overwrite)
     try:

@@ -1,7 +1,7 @@
 """Runs a job with a bounded number of records in flight. Results come as they are done, or in order.
 
-Two threads help callers: one runs an event loop if there is none, and one reads records, so that answers do not wait
-for a slow pipe.
+Two threads help the caller's: one runs an event loop, which answers records; the other, for a pipe, reads records, so
+that answers do not wait for a slow one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """A thread that runs an event loop until the block ends and then cancels its tasks.
+    """A thread that runs an event loop until the ``with`` block ends, and then cancels the loop's tasks.
 
-    It imports asyncio only when it is made, because that would be a third of the cost of importing llamapipe.
+    asyncio is imported only when a thread is created, because that takes a third of the time of importing llamapipe.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class EventLoopThread:
         return self
 
     def start(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Start a task. Any thread."""
+        """Run a coroutine in the loop as a task. Return a future of its result. Any thread."""
         import asyncio
 
         future: Future[T] = Future()
@@ -50,7 +50,7 @@ class EventLoopThread:
                 future.set_result(await coroutine)
             except asyncio.CancelledError:
                 future.cancel()
-            except BaseException as e:  # SystemExit would end the loop, and the caller would wait forever
+            except BaseException as e:  # SystemExit would end the loop, and its caller wait forever
                 future.set_exception(e)
 
         asyncio.run_coroutine_threadsafe(run(), self._loop)
@@ -86,7 +86,7 @@ class SlowRecords:
         threading.Thread(target=self._run, name="llamapipe-records", daemon=True).start()
 
     def ask(self) -> Future[Record | None]:
-        """Ask for the next record; None at the end."""
+        """Ask for the next record. Return a future of it, with None after the last record."""
         future: Future[Record | None] = Future()
         self._asked.put(future)
         return future
@@ -106,7 +106,7 @@ _OTHERS = "other reasons"
 
 
 class _Reasons(Counter[str]):
-    """A Counter that ``dataclasses.asdict`` can copy; a plain Counter would count the pairs that ``asdict`` passes."""
+    """A Counter that ``dataclasses.asdict`` can copy. A plain Counter counts the pairs that ``asdict`` passes to it."""
 
     def __init__(self, counts: Iterable[tuple[str, int]] | Mapping[str, int] = ()) -> None:
         super().__init__(dict(counts))
@@ -118,9 +118,10 @@ class BatchSummary:
 
     - ``n_done``: records answered, ``n_failed`` of them with an error.
     - ``n_skipped``: records that already had results, ``n_skipped_failed`` of them with an error.
-    - ``n_cut``: answered records whose text was cut by ``max_tokens`` or the context; their JSON is incomplete.
+    - ``n_cut``: answered records whose text was cut by ``max_tokens`` or the context; JSON in it is incomplete.
     - ``n_tokens``: generated tokens.
-    - ``reasons``: why records failed, with counts; messages that differ only in numbers count as one.
+    - ``reasons``: why records failed, with counts; messages that differ only in numbers count as one. After 20 of them,
+      the rest count as ``"other reasons"``.
     """
 
     n_done: int = 0
@@ -151,12 +152,12 @@ class BatchSummary:
 def answers(
     records: Iterable[Record], answerer: Answerer, *, n_ahead: int, ordered: bool = True, slow: bool = False
 ) -> Iterator[tuple[Record, RecordResult]]:
-    """Yield each record with its answer, while at most ``n_ahead`` are in flight or done and not yet taken.
+    """Yield each record with its answer. At most ``n_ahead`` records are in flight, or answered and not yet taken.
 
     ``records`` are read in the caller's thread and answered in another thread's event loop. ``slow``: the next record
     may take long to arrive, so a separate thread reads it while answers are taken. ``ordered``: answers come in the
-    order of the records. Closing the iterator cancels requests in flight. Raises what reading a record raises,
-    EngineClosedError, and BackendError if the engine has failed.
+    order of the records; otherwise as they are done. Closing the iterator cancels requests in flight. Raises what
+    reading a record raises, EngineClosedError, and BackendError if the engine has failed.
     """
     left = iter(records)
     reader = SlowRecords(left) if slow else None
@@ -200,10 +201,10 @@ def run_job(
     slow: bool = False,
     on_progress: Callable[[BatchSummary], object] | None = None,
 ) -> BatchSummary:
-    """Answer all records that ``results`` lacks, and write their results. Options as for ``answers``.
+    """Answer all records that ``results`` lacks, and write their results. Options are as for ``answers``.
 
-    Raises what reading records and writing results raise, EngineClosedError, and BackendError if the engine has failed;
-    results already written stay.
+    ``on_progress``: called in the caller's thread after each result. Raises what reading records and writing results
+    raise, EngineClosedError, and BackendError if the engine has failed; results already written stay.
     """
     summary = BatchSummary()
     for record, answer in answers(
@@ -217,7 +218,7 @@ def run_job(
 
 
 def _was_cut(result: Mapping[str, Any]) -> bool:
-    """Return whether a result, ours or a body in OpenAI's format, was cut at its maximum length."""
+    """Return whether a result, in our format or OpenAI's, was cut at its maximum length."""
     response = result.get("response")
     body = response.get("body") if isinstance(response, Mapping) else None
     choices = body.get("choices") if isinstance(body, Mapping) else None

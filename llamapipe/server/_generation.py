@@ -140,7 +140,7 @@ async def _mixed(
         elif isinstance(part, str):
             tokens += await tokenized(state, part, add_special and not index, parse_special)
         else:
-            raise ValueError("a prompt that has token ids may have texts beside them, but no lists")
+            raise ValueError("a prompt that has token ids may also have texts, but no lists")
     return tokens
 
 

@@ -130,7 +130,7 @@ class Kept:
                 400,
                 f"{param}: there are {e.n_items} items of {e.n_bytes} bytes before the input; this server takes "
                 f"{settings.max_messages} in all (--max-messages), {settings.max_body_bytes} bytes (--max-body-bytes): "
-                "begin anew with a summary",
+                "start again with a summary",
                 param,
             ) from None
         self.earlier, self._after = context.items, context.after

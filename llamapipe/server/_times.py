@@ -1,4 +1,4 @@
-"""Measures where the time of a request went, for the header, the log, the answer's ``timings`` and ``/requests``.
+"""Measures where the time of a request went: for ``server-timing``, the log, the answer's ``timings``, ``/requests``.
 
 The phases follow each other: the body arrives, a model is loaded, the prompt is built, the request waits for a slot,
 its prompt is computed, tokens are generated. A phase ends when the next one begins, so no time is counted twice.
@@ -17,14 +17,15 @@ PHASES = ("load", "prepare", "queue", "prompt", "generate")
 
 
 class RequestTimes:
-    """The times of one request, by ``perf_counter``; None until an event happens. Use it on the event loop's thread.
+    """The times of one request, by ``perf_counter``; None until the event happens. Use it on the event loop's thread.
 
-    Several prompts or choices count as one: from the first slot that any gets, to the first and last tokens of any.
+    Several prompts or choices count as one: ``slot_at`` and ``first_at`` are the earliest of them, ``last_at`` the
+    latest.
     """
 
     def __init__(self) -> None:
         self.arrived_at = perf_counter()
-        self.load_s = 0.0  # that it waited for its model
+        self.load_s = 0.0  # seconds that the request waited for its model
         self.submitted_at: float | None = None
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -33,7 +34,7 @@ class RequestTimes:
         self._slot_at: float | None = None
         self._counts = [0, 0, 0]  # cached, drafted and accepted tokens, of answers that are complete
         self._streams: list[AsyncStream | AsyncChatStream] = []
-        self._n_earlier = 0  # of the streams, those of earlier prompts
+        self._n_earlier = 0  # how many of the streams belong to earlier prompts
 
     def __repr__(self) -> str:
         return f"<RequestTimes {self.phases_ms()}>"
@@ -53,7 +54,7 @@ class RequestTimes:
         self._streams.append(stream)
 
     def take(self, done: Completion | ChatCompletion | Sequence[Completion]) -> None:
-        """Record that the engine's complete answer has arrived."""
+        """Record that the engine's complete answer has arrived: one completion, or one for each prompt."""
         answers = [done] if isinstance(done, (Completion, ChatCompletion)) else done
         now = perf_counter()
         began = now - max(answer.timings.total_s for answer in answers)
@@ -69,7 +70,7 @@ class RequestTimes:
             self._counts[2] += answer.n_accepted_tokens
 
     def token_arrived(self) -> None:
-        """Record that a token of a stream has arrived. The first ones may have come earlier: a call arrives whole."""
+        """Record that a token of a stream has arrived. The first may have come earlier: a tool call arrives whole."""
         self.last_at = perf_counter()
         if self.first_at is None:
             firsts = [s for stream in self._streams if (s := stream.first_token_at) is not None]
@@ -77,7 +78,7 @@ class RequestTimes:
 
     @property
     def was_computed(self) -> bool:
-        """Whether the engine was asked for tokens."""
+        """Whether a request was submitted to the engine."""
         return self.submitted_at is not None
 
     @property
@@ -88,7 +89,7 @@ class RequestTimes:
 
     @property
     def n_cached(self) -> int:
-        """The number of its prompts' cached tokens; with several choices, from the one that computed the prompt."""
+        """The number of cached tokens of all prompts; with several choices, from the one that computed the prompt."""
         return self._counts[0] + self._cached_of_prompt()
 
     @property
@@ -102,12 +103,12 @@ class RequestTimes:
         return self._counts[2] + sum(stream.n_accepted_tokens for stream in self._streams)
 
     def phases_ms(self) -> dict[str, float]:
-        """Return the milliseconds of each phase that has begun, up to now."""
+        """Return the duration of each phase that has begun, in milliseconds; of the current one, until now."""
         submitted, slot, first = self.submitted_at, self.slot_at, self.first_at
         now = perf_counter()
         ends = (submitted, slot, first, self.last_at if first is not None else None)
         phases = {"load": self.load_s * 1e3}
-        begin = self.arrived_at  # a model is loaded before the request reaches its process
+        begin = self.arrived_at  # the model is loaded before the request reaches the process of the model
         for name, end in zip(PHASES[1:], ends, strict=True):
             phases[name] = max((now if end is None else end) - begin, 0.0) * 1e3
             if end is None:
@@ -121,7 +122,7 @@ class RequestTimes:
         return f'{", ".join(phases)}, cached;desc="{self.n_cached} tokens"'.encode()
 
     def timings(self, n_prompt: int, n_completion: int) -> dict[str, Any]:
-        """Return llama-server's ``timings``, and how long the request waited for its slot."""
+        """Return llama-server's ``timings``, and ``queue_ms``: how long the request waited for its slot."""
         phases = self.phases_ms()
         fields = timings(
             self.n_cached, n_prompt, phases.get("prompt", 0.0), n_completion, phases.get("generate", 0.0)
@@ -134,7 +135,7 @@ class RequestTimes:
 def timings(
     n_cached: int, n_prompt: int, prompt_ms: float, n_predicted: int, predicted_ms: float
 ) -> dict[str, Any]:
-    """Return llama-server's ``timings``. ``n_prompt``: including the cached tokens."""
+    """Return llama-server's ``timings``. ``n_prompt``: tokens of the prompt, including the cached ones."""
     n_computed = n_prompt - n_cached
     return {
         "cache_n": n_cached,

@@ -42,7 +42,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "parameters": (dict, "a JSON schema, which is an object"),
     "strict": (bool, "true or false"),
 }
-_BESIDE = "in this API, name and parameters stand beside type"
+_BESIDE = "in this API, name and parameters are at the same level as type"
 _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "cache_control")
 _INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ESCAPED_END = re.compile(r"(?<!\\)(?:\\\\)*\\\$\Z")

@@ -195,7 +195,7 @@ class Gate:
         for key in self._keys:
             if _owner(key) == owner:
                 return key
-        raise LookupError("its API key is none of this server's any longer")
+        raise LookupError("its API key is no longer one of this server's")
 
     def answer_id(self, request: ClientRequest) -> str:
         """Return the id of a stored answer, without its prefix.

@@ -536,9 +536,7 @@ class SchemaGrammar:
         others = node.get("additionalProperties", True)
         patterns = node.get("patternProperties") or {}
         if patterns and (properties or required or others is not False or len(patterns) > 1):
-            self._fail(
-                pointer, "patternProperties", f"only one pattern and nothing beside it: {_NOT_COMBINED}"
-            )
+            self._fail(pointer, "patternProperties", f"only one pattern and nothing else: {_NOT_COMBINED}")
         fields: list[tuple[str, bool]] = []
         for name in [*properties, *(name for name in required if name not in properties)]:
             place = f"{pointer}/additionalProperties"

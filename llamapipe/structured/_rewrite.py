@@ -33,7 +33,7 @@ OF_TYPE = {
     "boolean": (),
     "null": (),
 }  # fmt: skip
-# What restricts values. All else is an annotation.
+# Keywords that restrict values; all others are annotations.
 ASSERTIONS = {
     "type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "minContains",
     "maxContains", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
@@ -41,7 +41,7 @@ ASSERTIONS = {
 }  # fmt: skip
 # Keywords that `_grammar` can combine in a schema for values of one or several types.
 OF_TYPED = {"type", "contains", "minContains", "maxContains"}.union(*OF_TYPE.values())
-# Keywords that alone have no effect on values.
+# Keywords that may restrict names in ``propertyNames``, and those that are refused there.
 _OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _OTHER_ASSERTIONS = {
     "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef",
@@ -49,10 +49,10 @@ _OTHER_ASSERTIONS = {
 
 
 def rewritten(schema: Node) -> tuple[Node, list[str]]:
-    """Return a copy with the same meaning, and warnings.
+    """Return a copy that llguidance can follow, with the same or a wider meaning, and a warning for each wider part.
 
-    Raises InvalidRequestError, with keyword and pointer, if no copy can have this meaning. ``uniqueItems`` stays where
-    the items come from a list of values; elsewhere it is left out, with a warning.
+    Raises InvalidRequestError, with keyword and pointer, for a part that cannot be replaced. ``uniqueItems`` stays
+    where the items come from a list of at most 63 values; elsewhere it is left out, with a warning.
     """
     copy: Node = json.loads(json.dumps(schema))
     warnings: list[str] = []
@@ -69,9 +69,9 @@ def rewritten(schema: Node) -> tuple[Node, list[str]]:
 
 
 def target(root: Node, node: Any, is_plain: bool = False) -> Any:
-    """Return the target of a schema that is a reference; otherwise the schema itself.
+    """Return the schema that a ``$ref`` leads to; a schema without one, or with a bad one, is returned as it is.
 
-    ``is_plain``: follow a reference only if no other keyword restricts the value.
+    ``is_plain``: follow the reference only if no other keyword restricts the value.
     """
     for _ in range(100):
         if not isinstance(node, dict) or "$ref" not in node:
@@ -97,7 +97,7 @@ def identity(value: Any) -> str:
 
 
 def listed_values(root: Node, node: Any) -> list[Any] | None:
-    """Return the values that a schema lists by ``enum``, ``const``, ``boolean`` or ``null``; None if it lists none.
+    """Return the values that a schema lists by ``enum``, ``const`` or the type boolean or null; None if it does not.
 
     Other keywords of the schema may exclude some of them.
     """
@@ -128,7 +128,7 @@ def _lists_exactly(root: Node, node: Any) -> bool:
 
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Keywords that say nothing without another one.
+# Keywords that have no effect unless one of these others is there.
 _ALONE = {
     "minContains": {"contains"},
     "maxContains": {"contains"},
@@ -155,17 +155,17 @@ def _simplify(part: Node) -> None:
 
 
 def _rewrite_format(part: Node) -> str | None:
-    """Replace ``format`` with a pattern. Return the reason if it is not enforced although it should be."""
+    """Replace ``format`` with a pattern. If that is impossible, remove it and return the reason."""
     name = part.pop("format", None)
     if not isinstance(name, str) or name in ANY_STRING or not _may_be_text(part):
         return None
     if name not in FORMATS:
         return f"{quoted(name)} is not known"
     if LOOK_AROUND.search(part.get("pattern", "")):
-        return f"{quoted(name)} stands beside a 'pattern' with look-around"
+        return f"{quoted(name)} is used with a 'pattern' that has look-around"
     pattern = FORMATS[name].pattern
     if part.get("minLength") == 1 and re.fullmatch(pattern, "") is None:
-        del part["minLength"]  # it has no effect here, and makes masks slower
+        del part["minLength"]  # the pattern implies it, and it makes masks slower
     _add_pattern(part, f"^(?:{pattern})$")
     return None
 
@@ -182,13 +182,13 @@ def _warnings_of_formats(reasons: list[tuple[str, str]]) -> list[str]:
     shown = "; ".join(f"{reason} (at {quoted(pointer)})" for pointer, reason in reasons[:_MOST_NAMED])
     more = f"; and {len(reasons) - _MOST_NAMED} more" if len(reasons) > _MOST_NAMED else ""
     warning = (
-        f"json_schema: 'format' is not enforced, so other strings may come: {shown}{more}; check the result, or use "
-        "'pattern'"
+        f"json_schema: 'format' is not enforced, so the result may have other strings: {shown}{more}; check the "
+        "result, or use 'pattern'"
     )
     return [warning]
 
 
-_MOST_NAMED = 5  # formats in one warning
+_MOST_NAMED = 5  # maximum number of formats that a warning names
 
 
 def _add_pattern(part: Node, pattern: str) -> None:
@@ -223,16 +223,16 @@ def _rewrite_unique_items(root: Node, pointer: str, part: Node) -> Iterator[str]
     )
 
 
-MAX_UNIQUE = 63  # values that the parameter of a rule in llguidance can count, one bit each
+MAX_UNIQUE = 63  # maximum number of values: the parameter of a rule in llguidance has a bit for each
 
 
 def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[str]:
-    """Replace the keyword with listed names or a pattern of names. Yield the warning, if any."""
+    """Replace ``propertyNames`` with listed names or a pattern of names. Yield warnings, if any."""
     names = target(root, part.pop("propertyNames"), is_plain=True)
     if names is True or names == {}:
         return
     if not isinstance(names, dict):
-        names = {"enum": []}  # false: no name is right
+        names = {"enum": []}  # false allows no name
     for keyword in sorted(names.keys() & _OTHER_ASSERTIONS):
         raise InvalidRequestError(
             f"json_schema at {pointer}/propertyNames: {quoted(keyword)} is not supported for names; use 'enum', "
@@ -249,10 +249,10 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
     listed = [*properties, *(name for name in part.get("required", ()) if name not in properties)]
 
     if (listed or values is not None) and "pattern" in names:
-        # Python's own regular expressions may take forever, and have another syntax.
+        # Python's regular expressions could not check the names: they may take forever, and have another syntax.
         raise InvalidRequestError(
-            f"json_schema at {pointer}/propertyNames: 'pattern' is not supported beside listed names; list the names "
-            "that match it"
+            f"json_schema at {pointer}/propertyNames: 'pattern' is not supported together with listed names; list the "
+            "names that match it"
         )
     known = re.compile(FORMATS[names["format"]].pattern if names.get("format") in FORMATS else "(?s:.*)")
     least, most = names.get("minLength", 0), names.get("maxLength", math.inf)
@@ -261,17 +261,17 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
         return isinstance(name, str) and least <= len(name) <= most and known.fullmatch(name) is not None
 
     if part.get("patternProperties"):
-        yield _names_warning(pointer, "propertyNames", "it stands beside 'patternProperties'")
+        yield _names_warning(pointer, "propertyNames", "it is used with 'patternProperties'")
         return
     if values is not None and not listed and (allowed := [name for name in values if fits(name)]):
-        # A map: its names have no order.
+        # Without listed members, the names may come in any order.
         part["patternProperties"] = {f"^(?:{'|'.join(map(_literally, dict.fromkeys(allowed)))})$": others}
         part["additionalProperties"] = False
-        if not _may_be_combined(pointer, part):  # beside listed members llguidance would refuse it
+        if not _may_be_combined(pointer, part):  # llguidance refuses it if the other part lists members
             part.setdefault("maxProperties", len(allowed))
         return
     if values and not any(isinstance(name, str) for name in values):
-        yield f"json_schema at {pointer}/propertyNames: no listed value is a text, so the object will have no members"
+        yield f"json_schema at {pointer}/propertyNames: no listed value is a string, so the object will have no members"
     allowed = [name for name in (listed if values is None else values) if fits(name)]
     part["properties"] = {name: properties.get(name, others) for name in allowed}
     for name in listed:
@@ -281,12 +281,12 @@ def _rewrite_property_names(root: Node, pointer: str, part: Node) -> Iterator[st
     if values is None and patterns and others is not False:
         if part["properties"] and others is not True and others != {}:
             raise InvalidRequestError(
-                f"json_schema at {pointer}: 'propertyNames' is not supported beside both 'properties' and a schema in "
-                "'additionalProperties'"
+                f"json_schema at {pointer}: 'propertyNames' is not supported together with 'properties' and a schema "
+                "in 'additionalProperties'"
             )
         for keyword in patterns[1:]:
             yield _names_warning(
-                f"{pointer}/propertyNames", keyword[0], f"it stands beside {quoted(patterns[0][0])}"
+                f"{pointer}/propertyNames", keyword[0], f"it is used with {quoted(patterns[0][0])}"
             )
         part["patternProperties"] = {patterns[0][1]: others}
     elif values is None:
@@ -307,7 +307,7 @@ def _literally(text: str) -> str:
 
 
 def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:
-    """Yield each keyword that restricts names, and its pattern; skip keywords that the previous one implies."""
+    """Yield each keyword that restricts names, with its pattern; skip a ``minLength`` that the format implies."""
     if isinstance(names.get("pattern"), str):
         yield "pattern", names["pattern"]
     form = FORMATS.get(names["format"]) if isinstance(names.get("format"), str) else None
@@ -322,4 +322,4 @@ def _name_patterns(names: Node) -> Iterator[tuple[str, str]]:
 
 
 def _names_warning(pointer: str, keyword: str, reason: str) -> str:
-    return f"json_schema at {pointer}: {quoted(keyword)} is not enforced exactly, more names are allowed: {reason}"
+    return f"json_schema at {pointer}: {quoted(keyword)} is not enforced exactly, so more names are allowed: {reason}"

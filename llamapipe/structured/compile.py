@@ -396,7 +396,7 @@ _TOLD: Final = (
     ),
     (
         r"^circular references with sibling keys",
-        r"'$ref' in a circle, with other keywords beside it; move these into the schema that it refers to",
+        r"'$ref' in a circle, together with other keywords; move these into the schema that it refers to",
     ),
     (
         r"^Schema intersection stack level exceeded",
@@ -412,7 +412,7 @@ _TOLD: Final = (
     ),
     (
         r"^Unable to determine if regex is empty",
-        r"'pattern' is too complex beside 'format', a length or another pattern; leave one of them out",
+        r"'pattern' is too complex together with 'format', a length or another pattern; leave one of them out",
     ),
     (
         r"^min/maxProperties only supported when all keys",

@@ -261,7 +261,7 @@ class TestFields:
             (
                 "/v1/responses",
                 {"tools": [{"type": "function", "function": {"name": "f"}}]},
-                "tools.0: unknown key 'function'; in this API, name and parameters stand beside type",
+                "tools.0: unknown key 'function'; in this API, name and parameters are at the same level as type",
             ),
         ],
     )

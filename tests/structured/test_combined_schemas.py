@@ -321,7 +321,7 @@ def test_schemas_that_exclude_each_other_need_no_alternatives() -> None:
         ({"format": "email", "minLength": 1}, {}, "a@b", "", ""),
         ({"pattern": "^a", "maxLength": 2}, {}, "abc", "b", "'maxLength'"),
         ({"minLength": 1}, {"patternProperties": {"^x": {"type": "integer"}}}, "xa", "", "'propertyNames'"),
-        ({"enum": [1, 2]}, {}, "", "1", "no listed value is a text"),
+        ({"enum": [1, 2]}, {}, "", "1", "no listed value is a string"),
     ],
 )
 def test_names_that_several_keywords_restrict(

@@ -388,7 +388,7 @@ def test_keywords_beside_listed_values_count(
                 "properties": {"bb": {"type": "string"}},
                 "additionalProperties": {"type": "integer"},
             },
-            "#: 'propertyNames' is not supported beside both 'properties' and",
+            "#: 'propertyNames' is not supported together with 'properties' and",
         ),
     ],
 )

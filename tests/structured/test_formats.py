@@ -359,7 +359,7 @@ def test_formats_that_are_not_enforced_are_named_once(
     }
     (message,) = warnings(demo, caplog, schema)
     named = ["'regex' is not known (at '#/properties/a')", "'colour' is not known (at '#/properties/b')"]
-    named.append("'date' stands beside a 'pattern' with look-around (at '#/properties/c')")
+    named.append("'date' is used with a 'pattern' that has look-around (at '#/properties/c')")
     assert re.search("not enforced, .*: (.*); check", message)[1].split("; ") == named  # type: ignore[index]
     many = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Answers of ``/v1/completions``, in OpenAI's format."""
+"""Encodes answers of ``/v1/completions`` in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRESS = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}'
 
 
 class Prompts(NamedTuple):
-    """The prompts of a request, as ``sent`` and as ``tokens``; ``n`` choices are returned for each."""
+    """The prompts of a request: as the client ``sent`` them, and as ``tokens``; ``n`` choices are returned for each."""
 
     sent: Sequence[str | list[int | str]]
     tokens: Sequence[list[int]]
@@ -27,7 +27,7 @@ class Prompts(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Options of an answer that only this API has; ``Format`` has the others.
+    """Options of answers that only this API has; ``Format`` has those that all have.
 
     ``echo``: the prompt precedes each text. ``logprobs``, ``prompt_logprobs``: how many alternatives to show; None
     shows no log-probabilities. ``skips_space``: texts begin with a space that is not shown. ``is_empty``: the request
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
 
 
 class CompletionEncoder(OpenAiEncoder[Delta]):
-    """The answer to one request, complete or streamed. Choice ``index`` belongs to prompt ``index // n``."""
+    """Encodes the answer to one request, complete or streamed. Choice ``index`` belongs to prompt ``index // n``."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
         super().__init__(common, "text_completion", form, vocab, times, _PROGRESS, running)
         self._shown = shown
         self._prompts = prompts
-        self._offsets: dict[int, list[int]] = {}  # of the tokens that logprobs show, by prompt
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # of each streamed choice
+        self._offsets: dict[int, list[int]] = {}  # by prompt: the text offsets of its tokens in ``logprobs``
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by streamed choice
         self._begun: set[int] = set()
 
     # ---- complete
     def whole(self, done: Sequence[Completion], counts: Counts) -> dict[str, Any]:
-        """Return the complete answer. ``done``: one completion for each prompt, whose ``n`` best choices are shown."""
+        """Return the complete answer. ``done``: a completion for each prompt; its ``n`` best choices are shown."""
         n = self._prompts.n
         choices = [
             self._choice(completion, choice, i * n + j)
@@ -114,7 +114,7 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
     def _first(self, i: int) -> int | None:
         """Return the first token of prompt ``i``, which has no log-probability.
 
-        Returns None if it is a BOS token that was added.
+        Returns None if that is a BOS token that the server added.
         """
         prompt, token = self._prompts.sent[i], self._prompts.tokens[i][0]
         is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
@@ -128,18 +128,18 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
 
     # ---- streamed
     def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
-        """Return the prompt of a choice, with the log-probabilities of its tokens, before anything else."""
+        """Return the first event of a choice: its prompt, with the log-probabilities of the tokens in ``scores``."""
         i = index // self._prompts.n
         logprobs = None if scores is None else self._streamed(index).of(scores, self._first(i))
         text = self._echo(i)
         return self._writer.chunk(_stream_choice(index, text, logprobs, None), text)
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the final progress of the prompt, if the client wants it."""
+        """Return the event with the final progress of the prompt; empty if the client does not want it."""
         return self._progress.last(index)
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """Return the event for a part; none for an incomplete character."""
+        """Return the event for a part; empty for an incomplete character."""
         form = self._form
         if self._shown.is_empty:
             return self._writer.chunk(_stream_choice(index, "", None, "length"))
@@ -176,7 +176,7 @@ def _stream_choice(
 
 
 def _best(completion: Completion, n: int) -> Sequence[Choice]:
-    """Return the ``n`` choices with the highest mean log-probability, if there are more."""
+    """Return the ``n`` choices with the highest mean log-probability; all choices if there are no more than ``n``."""
     if len(completion.choices) == n:
         return completion.choices
     return sorted(completion.choices, key=_mean_logprob, reverse=True)[:n]
@@ -188,5 +188,5 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
-    """Return the entries with at most ``n_top`` alternatives."""
+    """Return copies of the entries with at most ``n_top`` alternatives each."""
     return [TokenLogprob(entry.id, entry.logprob, entry.top[:n_top], entry.piece) for entry in entries]

@@ -21,9 +21,9 @@ from llamapipe.fleet.placement import Placement
 from llamapipe.host.cores import set_group_nice, started_on
 from llamapipe.server.metrics import Family
 
-_MOST_UNTAKEN = 32  # connections that a worker was given and has not taken: more are for the others
-_PAUSE_S = 1.0  # for a worker that has no descriptor left
-_EXIT_S = 60.0  # a process that has closed its sockets must end within this time
+_MOST_UNTAKEN = 32  # connections sent to a worker that it has not taken; further ones go to other workers
+_PAUSE_S = 1.0  # without new connections, for a worker that has no file descriptor left
+_EXIT_S = 60.0  # a process is killed this long after closing its sockets, unless it has ended
 
 
 class State(enum.Enum):
@@ -36,12 +36,13 @@ class State(enum.Enum):
 
 
 class WorkerProcess:
-    """One worker from its start to its end. On the supervisor's event loop.
+    """One worker from its start to its end. Use it on the supervisor's event loop.
 
     ``untaken``: connections on their way to the worker. ``refused``: connections that it could not take.
 
     ``changed``: called when connections were taken or have ended, and when the state or the progress has changed.
-    ``asked``: called with this worker and the number and subject of its question about all workers; None: it asks none.
+    ``asked``: called with this worker and the number and subject of each question that it has about all workers; None:
+    questions are not answered.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class WorkerProcess:
         served: ServedModel | None = None,
     ) -> None:
         self.index = index
-        self.progress = 0.0  # how much of its model is loaded
+        self.progress = 0.0  # the fraction of its model that is loaded, from 0 to 1
         self.state = State.STARTING
         self.failure: tuple[str, bool] | None = None  # a message, and whether it is about the command line
         self.untaken: deque[socket.socket] = deque()
         self.refused: deque[socket.socket] = deque()
         self.n_given = self.n_ended = 0
         self._is_paused = False
-        # When it was last asked: its metrics, and where the time of its last requests went.
+        # As of its last answers: its metrics, and where the time of its recent requests went.
         self.families: list[Family] = []
         self.requests: list[dict[str, Any]] = []
-        self.settled = asyncio.Event()  # it is ready or has ended
+        self.settled = asyncio.Event()  # set when it is ready or has ended
         self.ended = asyncio.Event()
         self._changed = changed
         self._asked = asked
@@ -105,8 +106,8 @@ class WorkerProcess:
         self._task = asyncio.ensure_future(self._live(messages))
 
     def let_yield(self, yields: bool) -> None:
-        """Make the process leave the cores to others, or undo that. Once its model is loaded, it undoes that itself."""
-        # Not in the loop's executor, which may be busy with downloads: it has to come before the process is ready.
+        """Make the process leave the cores to others, or undo this. The process undoes it when its model is loaded."""
+        # Not in the loop's executor, which may be busy with downloads: this must happen before the process is ready.
         threading.Thread(target=set_group_nice, args=(self.pid, yields), daemon=True).start()
 
     def __repr__(self) -> str:
@@ -119,7 +120,7 @@ class WorkerProcess:
 
     @property
     def n_open(self) -> int:
-        """The number of connections that it has or will take."""
+        """The number of connections that it has taken or will take, and that have not ended."""
         return self.n_given - self.n_ended
 
     @property
@@ -129,12 +130,12 @@ class WorkerProcess:
 
     @property
     def served_s(self) -> float | None:
-        """The seconds for which it was ready; None if it never was."""
+        """The seconds for which it has been ready, or was; None if it never was."""
         return self._served_s if self._ready_at is None else monotonic() - self._ready_at
 
     @property
     def exit_text(self) -> str:
-        """The way in which the process ended, for the log."""
+        """How the process ended, for the log."""
         status = self._process.returncode
         if status is None:
             return "has not ended"
@@ -142,12 +143,12 @@ class WorkerProcess:
 
     # ---- to the worker
     def give(self, connection: socket.socket) -> bool:
-        """Hand over a connection. False if the worker cannot take it; the caller then keeps it."""
+        """Hand over a connection. Return False if that fails; the caller then keeps the connection."""
         try:
             socket.send_fds(self._connections, [link.CONNECTION], [connection.fileno()])
         except OSError:
             return False
-        # Kept until the worker says that it has taken it: if it ends before, another worker gets the connection.
+        # Kept until the worker reports that it has taken the connection: if it ends first, another worker gets it.
         self.untaken.append(connection)
         self.n_given += 1
         return True
@@ -159,7 +160,7 @@ class WorkerProcess:
         if self.state is not State.READY or not self.give(theirs):
             ours.close()
             theirs.close()
-            raise ConnectionError(f"process {self.pid} serves no longer")
+            raise ConnectionError(f"process {self.pid} no longer takes connections")
         return ours
 
     def retire(self) -> None:
@@ -182,7 +183,7 @@ class WorkerProcess:
                 self._connections.send(link.STOP_TOOLS)
 
     def cancel(self) -> None:
-        """End the worker without waiting for answers."""
+        """End the worker without waiting for the answers to its requests."""
         if self.state is State.STARTING:
             self._signal(signal.SIGTERM)
         self._leave(link.CANCEL)
@@ -192,12 +193,12 @@ class WorkerProcess:
         self._signal(signal.SIGKILL)
 
     def tell_counts(self, n_ready: int, n_workers: int) -> None:
-        """Send the worker the number of workers, for ``/health``."""
+        """Send the worker the numbers of ready and of all workers, for ``/health``."""
         if self._messages is not None and self.state in (State.READY, State.LEAVING):
             self._messages.send("workers", n_ready=n_ready, n_workers=n_workers)
 
     async def refresh(self, timeout_s: float, about: Subject = "families") -> None:
-        """Bring ``families`` or ``requests`` up to date, unless the worker is too busy to answer within the time."""
+        """Update ``families`` or ``requests``, unless the worker is too busy to answer within the time."""
         if self._messages is None or self.state not in (State.READY, State.LEAVING):
             return
         self._n_asked += 1
@@ -287,7 +288,7 @@ class WorkerProcess:
         self.ended.set()
 
     def _read_all(self) -> None:
-        """Read which connections the worker still took before it ended."""
+        """Read which connections the worker took before it ended."""
         with suppress(OSError):
             while data := self._connections.recv(4096):
                 self._note(data)
@@ -302,7 +303,7 @@ class WorkerProcess:
             self._changed()
         elif kind == "failed":
             self.failure = message["message"], message["is_usage"]
-        elif kind == "leaving":  # a signal told it to
+        elif kind == "leaving":  # because of a signal
             self.retire()
         elif kind == "snapshot":
             if message["about"] == "requests":

@@ -58,7 +58,10 @@ class DecodeBatch:
     def of_tokens(
         cls, tokens: Sequence[int], first_position: int = 0, seq_id: int = 0, all_outputs: bool = False
     ) -> DecodeBatch:
-        """Make a batch of one sequence's tokens from ``first_position``, with the last one or all as outputs."""
+        """Make a batch of one sequence's tokens, at positions from ``first_position``.
+
+        ``all_outputs``: all tokens are outputs; otherwise only the last one is. Raises as ``DecodeBatch`` does.
+        """
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sized):
             raise TypeError(f"tokens must be a sequence of token ids, not {type(tokens).__name__}")
         n = len(tokens)
@@ -83,12 +86,15 @@ class DecodeBatch:
 
     @property
     def rows(self) -> list[int]:
-        """Indices of the output entries, ascending."""
+        """The indices of the output entries in the batch, ascending."""
         return [int(i) for i in np.flatnonzero(self.outputs)]
 
 
 def check_batch(batch: DecodeBatch, n_batch: int, **limits: int) -> None:
-    """Raise ValueError for more than ``n_batch`` tokens, or for a value outside ``[0, limit)`` in an array."""
+    """Raise ValueError for more than ``n_batch`` tokens, or for a value outside ``[0, limit)`` in an array.
+
+    ``limits``: by the name of the array, such as ``tokens=n_vocab``.
+    """
     n = len(batch)
     if n > n_batch:
         raise ValueError(f"the batch has {n} tokens; n_batch is {n_batch}: cut it or use a larger n_batch")
@@ -115,7 +121,7 @@ def _array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
 def _integers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int32]:
     array = _array(name, values)
     if array.dtype.kind == "O" and all(type(value) is int for value in array):
-        raise ValueError(f"{name} holds values outside int32")  # and outside int64
+        raise ValueError(f"{name} holds values outside int32")  # some are even outside int64
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
     if array.size and not (array.min() >= -_INT32_MAX - 1 and array.max() <= _INT32_MAX):

@@ -1,4 +1,4 @@
-"""``EngineSpec``: the description from which a process makes its engine. Unlike an engine, it can be pickled."""
+"""``EngineSpec``: a description from which a process creates its engine. Unlike an engine, it can be pickled."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from llamapipe.llama.model import Model
 
 
 def ray() -> Any:
-    """Import the package ``ray``. Raises ImportError."""
+    """Import the package ``ray`` and return it. Raises ImportError."""
     with needs_extra("llamapipe.ray", "ray"):
         return import_module("ray")
 
 
 def n_sharing(ray: Any, n_actors: int) -> int:
-    """Estimate how many actors run on one machine: the number of actors divided by the number of machines."""
+    """Estimate how many actors share a machine: the number of actors per machine, rounded up."""
     n_machines = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
     return -(-n_actors // max(n_machines, 1))
 
 
 def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
-    """Return how many cores this process may use: as many as Ray reserved, or its share of the machine's.
+    """Return how many cores this actor may use: as many as Ray reserved, or its share of the machine's.
 
-    None means all cores that other work leaves free.
+    ``n_sharing``: how many actors share the machine. Returns None for all cores that other work leaves free.
     """
     if num_cpus:
         return math.ceil(num_cpus)
@@ -48,7 +48,7 @@ def cores_of_actor(num_cpus: float | None, n_sharing: int) -> int | None:
 
 
 def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, int]:
-    """Return the minimum and maximum in a pair; a single number is both. Raises TypeError, ValueError."""
+    """Return the minimum and the maximum; ``value``: the two, or one number for both. Raises TypeError, ValueError."""
     pair = value if isinstance(value, tuple) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"{name} is {value}; give a number, or a pair of minimum and maximum")
@@ -60,7 +60,7 @@ def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, in
 
 
 def reserved(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
-    """Return Ray's options for the resources of an actor. Raises TypeError, ValueError."""
+    """Return Ray's options for the CPUs and GPUs of an actor. Raises TypeError, ValueError."""
     values = (("num_cpus", num_cpus, 4096.0), ("num_gpus", num_gpus, 1024.0))
     return {name: check_float(name, n, 0.0, most) for name, n, most in values if n is not None}
 
@@ -76,13 +76,13 @@ class EngineSpec:
       ``hf:OWNER/REPO/FILE.gguf`` on the Hugging Face Hub (extra ``hub``), which each machine downloads once.
     - ``engine_options``: arguments of ``Engine`` and ``EngineTuning``, such as ``{"n_ctx": 2048, "n_ubatch": 1024}``.
     - ``model_options``: arguments of ``Model``, such as ``{"n_gpu_layers": 20}``.
-    - ``adapters``, ``control_vectors``: GGUF files, in the same form as ``model``, by the names that requests use
-      (``SamplingParams.adapter``; over HTTP, ``model``).
+    - ``adapters``, ``control_vectors``: mappings from the names that requests use (``SamplingParams.adapter``; over
+      HTTP, ``model``) to GGUF files, which are named as ``model`` is.
 
-    The values of options are checked when the engine is made.
+    The values of options are checked when the engine is created.
 
-    Raises TypeError and ValueError for options that ``Engine`` and ``Model`` do not have, and for a bad reference to a
-    file.
+    Raises TypeError for wrong types, ValueError for options that ``Engine`` and ``Model`` do not have, for bad
+    references to files, and for a name that both an adapter and a control vector have.
     """
 
     model: str | os.PathLike[str]
@@ -121,7 +121,7 @@ class EngineSpec:
 
     @property
     def n_seq_max(self) -> int:
-        """The number of requests that the engine computes at once."""
+        """The number of requests that the engine computes at once. Raises TypeError, ValueError for a bad option."""
         default = inspect.signature(Engine).parameters["n_seq_max"].default
         n = self.engine_options.get("n_seq_max", default)
         return check_int("n_seq_max", n, 1, 2**31 - 1)  # type: ignore[arg-type]
@@ -129,7 +129,8 @@ class EngineSpec:
     def model_path(self) -> Path:
         """Return the model's file on this machine; download it first if it is on the Hub and not in the cache.
 
-        Raises ImportError without the extra ``hub``, ModelLoadError if there is no such model.
+        A local path is not checked. Raises ImportError without the extra ``hub``, ModelLoadError if the Hub has no such
+        model.
         """
         name = os.fsdecode(self.model)
         if not name.startswith(PREFIX):
@@ -163,12 +164,12 @@ def activated_loras(spec: EngineSpec) -> list[str]:
 def _is_activated(file: str | os.PathLike[str]) -> bool:
     try:
         return is_activated(local_file(file))
-    except (ImportError, ModelLoadError):  # the replicas say what is wrong
+    except (ImportError, ModelLoadError):  # the replicas report the error
         return False
 
 
 def _checked_files(kind: str, by_name: object) -> dict[str, str]:
-    """Return the checked files of adapters by name. Raises TypeError, ValueError."""
+    """Return the files of adapters by name, after checking both. Raises TypeError, ValueError."""
     if not isinstance(by_name, Mapping):
         raise TypeError(f"{kind} must be a mapping from names to files, not {type(by_name).__name__}")
     files = {}

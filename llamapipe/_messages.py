@@ -245,7 +245,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(
             BY_NAME["max_tokens"].elsewhere, (*BY_NAME["max_tokens"].route_fields, "num_predict", "n_predict")
         ),
-        # What the model reads.
+        # Fields that the model reads.
         "prompt": ("messages", "input", "content"),
         "messages": ("input", "prompt (routes for chats have messages)"),
         "input": ("content", "prompt", "messages"),
@@ -255,7 +255,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "instructions": ("system", "messages with the role system"),
         **dict.fromkeys(("images", "image_data"), ("messages (a message holds its images)",)),
         "raw": "/v1/completions applies no template",
-        # What the answer must be like.
+        # Fields that restrict the answer.
         "format": ("response_format", *_MEMBER_FORMAT),
         "response_format": ("format", *_MEMBER_FORMAT, "json_schema"),
         "json_schema": ("schema", "format", *_MEMBER_FORMAT),
@@ -508,11 +508,11 @@ def too_long(what: str, n_ctx: int, advice: str = "", room: int = 1) -> str:
     return f"{what}; n_ctx is {n_ctx} and {free}: shorten it, {advice}or raise n_ctx"
 
 
-# What a conversation can do besides: see ``truncation`` of ``Engine.chat``.
+# Another fix, for conversations: see ``truncation`` of ``Engine.chat``.
 DROP_TURNS = 'set truncation="auto" to drop the oldest turns, '
 
 
-# What a program and what a command's operator does about a model without a projector.
+# Fixes for a model without a projector: for programs, and for the operators of commands.
 GIVE_PROJECTOR = "give Model(…, mmproj=FILE) the model's second file, if it has one"
 _START_WITH_PROJECTOR = "start with --mmproj FILE, the model's second file, if it has one"
 

@@ -234,7 +234,7 @@ class Publisher:
         self._queue: SimpleQueue[list[Event] | None] = SimpleQueue()
         self._lock = Lock()  # of what the two threads share
         self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
-        self._base: dict[int, Block] = {}  # what batches before the kept ones stored
+        self._base: dict[int, Block] = {}  # blocks that were stored by batches before the kept ones
         self._closed = False
         self._context = zmq.Context()
         self._replay: Any = None

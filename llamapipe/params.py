@@ -352,7 +352,7 @@ def _bias(name: str, value: Any) -> float:
         raise ValueError(f"{e}, or minus infinity to forbid the token") from None
 
 
-# What puts an option into its plain type. Constraints, biases and orders have longer checks, above.
+# Functions that convert an option to its plain type. Constraints, biases and orders have longer checks, above.
 _CHECK_OF: dict[Kind, Callable[[str, Any, Any, Any], object]] = {
     Kind.INT: check_int,
     Kind.FLOAT: check_float,

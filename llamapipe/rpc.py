@@ -119,7 +119,7 @@ _HELLO = 14  # "must be always 14", says the source
 _CAPS_BYTES = 24
 REQUEST = struct.pack("<BQ", _HELLO, _CAPS_BYTES) + bytes(_CAPS_BYTES)
 ANSWER = struct.Struct(f"<Q4B{_CAPS_BYTES}s")
-ANSWER_BYTES = ANSWER.size - 8  # what the answer's own size says
+ANSWER_BYTES = ANSWER.size - 8  # the size that the answer declares
 
 
 def check_worker(address: Address, version: tuple[int, int], timeout_s: float = TIMEOUT_S) -> None:

@@ -59,7 +59,7 @@ class BlockingSubmission(Submission):
                                 self._queue.enter(request, options.deadline)
                     if not pending.groups:
                         return results
-                    # What is cancelled at the deadline arrives within a step.
+                    # Requests that are cancelled at the deadline arrive within a step.
                     item = mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
                     self._stop(pending, options.expired())

@@ -265,7 +265,7 @@ _VALUES = {
     **dict.fromkeys("-0123456789", _Expect.NUMBER),
     **dict.fromkeys("tfn", _Expect.LITERAL),
 }
-# What each character leads to; END ends the object or array.
+# What is expected after each character; END ends the object or array.
 _FOLLOWING = {
     _Expect.VALUE: _VALUES,
     _Expect.FIRST_ITEM: {**_VALUES, "]": _Expect.END},

@@ -104,7 +104,7 @@ def _text(place: str, content: Any) -> str:
                 f"{place}: part {i} of the content is neither text nor an object with a type"
             )
         kind = part.get("type")
-        # What a hosted model answers instead of text.
+        # Hosted models answer with a refusal instead of text.
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
             continue

@@ -372,7 +372,7 @@ class CallReader:
             if arguments.is_json(key):
                 strings = _Strings()
                 strings.feed("".join(texts))
-                while strings.is_open:  # what looks like the end is part of a string in the value
+                while strings.is_open:  # the apparent end is part of a string in the value
                     texts.append(buffer.take(1))
                     n = len(texts)
                     yield from self._up_to_end(buffer, arguments, keys, texts.append)
@@ -837,7 +837,7 @@ class ChatParser:
         buffer.record()
         try:
             yield from buffer.spaces()
-            # What the template's own format begins with is read as such, piece by piece.
+            # Text that begins as the template's own format does is read in that format, piece by piece.
             for marker in (form.trigger,) if form.trigger else (form.opening[:1] or "{", *PYTHON_TAGS):
                 if (yield from buffer.ahead(marker)):
                     raise Malformed

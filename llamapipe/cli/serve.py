@@ -85,8 +85,8 @@ _MAX_QUEUE = 1024
 # Seconds after which a thread must hand over the interpreter's lock to one that waits. The engine thread needs the lock
 # several times per step; with Python's 5 ms, parsing a long chat meanwhile delays all streams by tens of ms.
 _SWITCH_S = 0.0005
-_OF_FREE_MEMORY = 0.9  # what several models may take
-# Options that the model of --embeddings takes too where it stands beside -m; others depend on a model's size.
+_OF_FREE_MEMORY = 0.9  # of free memory, the share that several models may take together
+# Options that the model of --embeddings also takes if -m is given; others depend on a model's size.
 _OF_BOTH = ("use_mmap", "kernels", "packed_cache", "devices")
 
 
@@ -169,7 +169,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="run N processes, each with its own model, engine and cores; 'auto': one per GPU or NUMA node",
     )
-    group.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # what a worker is told
+    group.add_argument("--worker", type=_worker_options, help=argparse.SUPPRESS)  # the options of a worker
     group.add_argument("--mcp-link", type=path_of, help=argparse.SUPPRESS)  # where a worker asks MCP servers
     _add_settings(group, SERVER)
 

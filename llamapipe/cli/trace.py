@@ -44,7 +44,7 @@ examples:
 _PROMPT = "Once upon a time, there was a little"
 _ANIMALS = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
 _DEPTH = for_commands(replace(BY_NAME["pipeline_depth"], metavar="N"))
-_THREADS = "n_threads"  # what a pipeline's options that --rows takes begin with
+_THREADS = "n_threads"  # the prefix of the pipeline options that --rows takes
 _DRAWN = 6  # steps in the picture
 
 

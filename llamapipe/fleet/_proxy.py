@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-# What the process of a model reads; it trusts our own headers, so those of clients do not pass.
+# Headers that the process of a model reads; it trusts our own headers, so those of clients do not pass.
 _FORWARDED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"user-agent")
 # Of this process, or of the connection.
 _NOT_RETURNED = (

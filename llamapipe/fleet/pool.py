@@ -353,7 +353,7 @@ class Pool:
             try:
                 model.facts = facts = await self._look(model.entry)
             except (OSError, ValueError) as e:
-                model.facts = None  # what was there, if anything, is there no longer
+                model.facts = None  # the file may be gone
                 raise _cannot_load(model, str(e)) from None
             await self._make_room(model, Memory(facts.n_bytes, facts.gpu_bytes))
             await self._start(model, facts)
@@ -454,7 +454,7 @@ class Pool:
         why = self.budget.refusal(needed, pinned)
         if why is not None:
             raise _cannot_load(model, why)
-        # What it took before is no reason to refuse it: it takes all that there can be.
+        # The memory that it took before is no reason to refuse it: at most all that there can be is needed.
         most = int(min(model.measured_bytes, self.budget.most_bytes(pinned)))
         needed = Memory(max(needed.n_bytes, most), needed.gpu_bytes)
         if self.budget.fits(self.used + needed):  # nobody waits for another model without need

@@ -16,7 +16,7 @@ from llamapipe.jobs.run import BatchSummary, answers, run_job
 from llamapipe.params import SamplingParams
 from llamapipe.work.progress import progress_bar
 
-# What is in flight for each slot: enough that none waits for a record while results are taken.
+# Records in flight for each slot: enough that no slot waits for a record while results are taken.
 AHEAD = 4
 
 

@@ -186,7 +186,7 @@ def _gif(data: bytes) -> _Reduced:
         elif kind in (b"", b";"):
             break
         else:
-            at += 1  # what decoders skip
+            at += 1  # a byte that decoders skip
     else:
         raise _too_many("blocks", MOST_PARTS)
     return kept, b""

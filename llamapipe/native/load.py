@@ -22,7 +22,7 @@ from llamapipe.native.backend_packages import BackendPackage, installed, usable
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
-# What to do about a build for another processor. Without --no-cache-dir, pip may take the same wheel again.
+# The fix for a build for another processor. Without --no-cache-dir, pip may take the same wheel again.
 REBUILD = (
     "build it on this machine: `pip install --no-cache-dir --force-reinstall .` in a clone, or `python build_native.py "
     "--backend cpu --clean` in the source tree"

@@ -235,7 +235,7 @@ class Database:
                     continue
                 result, error = None, None  # type: Any, Exception | None
                 try:
-                    if _identity(self.path) != self._file:  # what is written would be lost
+                    if _identity(self.path) != self._file:  # the rows would be lost
                         raise StoreError("the file was deleted or replaced while the server runs: restart it")
                     with _exclusive(writer):
                         result = job.function()

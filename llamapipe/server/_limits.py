@@ -66,7 +66,7 @@ def check_n_messages(state: Gate, items: object, name: str) -> None:
         )
 
 
-# What messages, or results of tools in them, may have several of.
+# Fields of a message, or of a tool's result in it, that may be lists.
 _PARTS = ("content", "output", "images", "tool_calls")
 
 

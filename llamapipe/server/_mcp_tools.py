@@ -248,7 +248,7 @@ class McpTools:
             _fail(item, -32600, f"not run: {limit} calls of tools are the limit for one answer")
             return
         try:
-            # What JSON cannot say, such as NaN and halves of characters, would end the connection of all clients.
+            # Values that JSON cannot express, such as NaN and lone surrogates, would end the connection of all clients.
             arguments = msgspec.json.decode(item["arguments"] or "{}", type=dict[str, Any])
         except (ValueError, RecursionError) as e:
             _fail(item, -32602, f"the arguments cannot be read: {e}")

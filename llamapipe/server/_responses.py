@@ -331,7 +331,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
             async for _ in parts:
                 pass
     except Exception as e:
-        if not mcp.n_calls or answer.is_again(e) or not answer.fail(e):  # what has been done is told
+        if not mcp.n_calls or answer.is_again(e) or not answer.fail(e):  # the answer lists its calls
             raise
     return JsonResponse(await answer.stored())
 
@@ -481,7 +481,7 @@ class _Answer:
 
     def _next_job(self) -> ChatJob:
         encoder, tools = self._encoder, self._encoder.tools
-        if self._mcp.n_calls:  # what was asked for has been called
+        if self._mcp.n_calls:  # the required tool has been called
             tools = tools._replace(
                 tool_choice=self._mcp.later_choice(tools.tool_choice, self._request.max_tool_calls)
             )
@@ -554,7 +554,7 @@ class _Answer:
                 raise
             encoder.fill(mcp.list_item(wanted))
             yield encoder.progress("mcp_list_tools.completed") + encoder.close()
-        self.prepare()  # what is wrong with the request is found before anything is run
+        self.prepare()  # a wrong request is refused before any tool is run
         for item in mcp.approved(items):
             yield SUBMITTED
             yield encoder.open(item) + encoder.close()

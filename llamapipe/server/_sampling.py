@@ -177,7 +177,7 @@ class Constraint(NamedTuple):
     value: Any
 
 
-# What each field holds. "any grammar" may be Lark's or GBNF; an object without a schema is "object".
+# The kind of each field's value. "any grammar" may be Lark's or GBNF; an object without a schema is "object".
 _KINDS = {
     **{name: name for name in ("json_schema", "regex", "grammar", "lark", "choice")},
     "guided_json": "json_schema",

@@ -35,7 +35,7 @@ _KEYS = {
     "function": {"name", "description", "parameters", "strict"},
     "custom": {"name", "description", "format"},
 }
-# What each field of a function must be, and its words.
+# The type of each field of a function, and the words for it in messages.
 _TYPES: dict[str, tuple[type, str]] = {
     "name": (str, "text"),
     "description": (str, "text"),

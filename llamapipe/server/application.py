@@ -106,7 +106,7 @@ def _of_model(handler: Handler) -> Handler:
     return checked
 
 
-# What uses the engine may take longer than the server allows; a status for each other reason is in every route.
+# Routes that use the engine may take longer than the server allows. All routes have the statuses for other reasons.
 _GENERATES = ("504",)
 _OF_SLOTS = ("400", "403", "404", "413", "507")
 _BYTES, _LINES = "application/octet-stream", LineStream.media_type

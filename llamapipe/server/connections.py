@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._n_framing = 0  # bytes of a body's chunks that are not data
         self._n_body_left = 0  # bytes of a body whose length is known
         self._tail = b""  # the last bytes that were parsed, where the end of a head may have begun
-        self._ahead = b""  # what follows a request whose answer was not taken
+        self._ahead = b""  # bytes after a request whose answer was not taken
         self._n_unsent = 0  # bytes of an answer that its client had not taken at the last look
         self._n_discarded = 0
         self._is_upgrade = False

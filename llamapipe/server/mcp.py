@@ -728,7 +728,7 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
             if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
                 break
     finally:
-        _end(process, at_once=True)  # what it has left behind
+        _end(process, at_once=True)  # end the processes that it has left behind
         for task in (*tasks, ended):
             task.cancel()
         transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open

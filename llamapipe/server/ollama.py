@@ -99,7 +99,7 @@ class Options(_Table, Lenient, kw_only=True):
     use_mmap: Annotated[bool | None, Unused()] = None
     use_mlock: Annotated[bool | None, Unused()] = None
     draft_num_predict: Annotated[float | None, Unused()] = None
-    # What Ollama's clients still have, and its server has no longer.
+    # Options that Ollama's clients still send, but its server no longer has.
     embedding_only: Annotated[bool | None, Unused(False)] = None
     f16_kv: Annotated[bool | None, Unused()] = None
     logits_all: Annotated[bool | None, Unused(False)] = None
@@ -253,7 +253,7 @@ def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 _MOST_OF_NAME = 64  # characters; comparing takes longer with more
-# What an answer depends on, where a route has it.
+# Fields that an answer depends on, on the routes that have them.
 _OF_ROUTES = ("context", "images", "input", "messages", "prompt", "raw", "suffix", "system", "template")
 
 

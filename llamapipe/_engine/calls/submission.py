@@ -315,7 +315,7 @@ class Submission:
                                 await self._queue.aenter(request, options.deadline)
                     if not pending.groups:
                         return results
-                    # What is cancelled at the deadline arrives within a step.
+                    # Requests that are cancelled at the deadline arrive within a step.
                     item = await mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
                     self._stop(pending, options.expired())

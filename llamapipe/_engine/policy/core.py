@@ -251,7 +251,7 @@ class Request:
     """
 
     __slots__ = (  # noqa: RUF023
-        # What was asked for.
+        # The request itself.
         "spec", "logprob_targets", "max_tokens", "sink", "stop_tokens", "wants_logprobs",
         # Progress: written by the scheduler.
         "cancelled", "dropped", "error", "finish_reason", "is_drawing", "logprobs", "n_accepted", "n_drafted",
@@ -273,7 +273,7 @@ class Request:
 
         self.tokens = tokens  # the sequence; the first ``n_past`` of them are in KV cells
         self.spans = spec.spans  # of ``tokens``
-        self.adapters = spec.adapters  # what its next tokens are computed with
+        self.adapters = spec.adapters  # its next tokens are computed with these
         # Its tokens from here on are computed with ``spec.activation``.
         self.active_from = UNLIMITED if spec.activation is None else spec.activation.begin(tokens)
         self.dropped: list[int] = []  # after the first ``n_kept``: dropped when the context was full

@@ -476,7 +476,7 @@ class KvCache:
     def place(self, request: Request, match: PrefixMatch) -> None:
         """Give a request a free slot and fill it with the prefix that was found."""
         source, n, state = match.cells, match.n, match.state
-        # What was found may have been dropped since.
+        # The match may have been dropped since.
         if (
             (source is not None and source not in self._tree)
             or (state is not None and state.key not in self._states_by_key)
@@ -657,7 +657,7 @@ class KvCache:
         them.
         """
         assert request.cells is not None
-        self._tree.remove(request.cells)  # what these cells hold depends on tokens that are gone
+        self._tree.remove(request.cells)  # these cells depend on tokens that are gone
         request.uses_cache = False
         self.memory_ops.append(Shift(request.slot, begin, end))
         request.n_past -= end - begin
@@ -788,7 +788,7 @@ class KvCache:
         Each sequence is offered once, unless it was used since; ``again``: offer all of them. Sequences with images or
         sounds are never offered. Nothing may change between two offers.
         """
-        if self.exact_multiple is not None:  # what was computed alone is not known elsewhere
+        if self.exact_multiple is not None:  # it is not known elsewhere which cells were computed alone
             return
         offered: set[Cells] = set()
         for cells in (

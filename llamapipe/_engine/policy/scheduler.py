@@ -463,7 +463,7 @@ class Scheduler:
             return {}
         chosen: dict[Request, Sequence[int]] = {}
         for request, tokens in gate.choose(n, guesses, self.batch_builder.n_ubatch - n).items():
-            # What a constraint forbids cannot be right.
+            # Guesses that a constraint forbids cannot be right.
             n_allowed = 0 if request.sampler is None else request.sampler.expect(tokens)
             if n_allowed:
                 chosen[request] = tokens[:n_allowed]

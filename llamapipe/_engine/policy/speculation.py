@@ -311,14 +311,14 @@ class Gate:
         self._n_without = 0  # decisions since the last draft
         self._retry = _RETRY  # of them, after which a draft is made anyway
         self._n_in_a_row = 0  # drafts
-        self._credit = _CREDIT  # what drafts may still lose, in times of a step without guesses
+        self._credit = _CREDIT  # the time that drafts may still lose, in steps without guesses
         self._apart_s = 0.0  # of the next step's turn: drafts, which are counted apart
         self._has_drafts = False  # that step
         self._n_known = 0  # of ``n_accepted``, at the last step
         self._splits = splits
         self._n_refused = 0
         self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
-        self._factor = 1.0  # what several passes take, over the sum of what is expected of each
+        self._factor = 1.0  # time of several passes, over the sum of the times expected of each
 
     def __repr__(self) -> str:
         return f"<Gate n_drafted={self.n_drafted} n_accepted={self.n_accepted} {self.times!r}>"

@@ -331,7 +331,7 @@ class EngineLoop:
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drop cached cells; see ``KvCache.reset``."""
-        self._change_cells()  # what is evicted already waits to be written, and is forgotten there
+        self._change_cells()  # evicted cells already wait to be written, and are forgotten there
         self._n_resets += 1
         self._scheduler.cache.reset(is_wanted)
 

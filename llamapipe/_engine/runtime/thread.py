@@ -143,7 +143,7 @@ class EngineThread:
         """
         caller = threading.current_thread()
         is_single = True
-        # What threading.enumerate() reads, without its lock, which an interrupted thread may keep (llamapipe/locks.py).
+        # As threading.enumerate(), but without its lock, which an interrupted thread may keep (llamapipe/locks.py).
         for thread in list(threading._active.values()):  # type: ignore[attr-defined]
             if thread is not caller and thread.name not in _OURS:
                 is_single = False

@@ -689,7 +689,7 @@ class Engine(BlockingCalls, AsyncOwner):
         async for prompt in as_async(prompts):
             its_params = next(all_params, END)
             if its_params is END:
-                raise ValueError(f"params has {index} items, and there are more prompts")
+                raise ValueError(f"params has {index} items, and there are more prompts; give one for each")
             item = await self._long_work.run_off_loop(
                 self._request_builder.item_or_error, prompt, its_params, index, pending.options.on_error
             )
@@ -700,7 +700,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 yield partial(self._request_builder.make_requests, {index: item})
             index += 1
         if not isinstance(all_params, repeat) and next(all_params, END) is not END:
-            raise ValueError(f"there are {index} prompts, and params has more items")
+            raise ValueError(f"there are {index} prompts, and params has more items; give one for each")
 
     @explains_keywords
     def astream(
@@ -1706,11 +1706,11 @@ def _cache_folder(
         raise ValueError(f"cache_dir is {path!r}; give the path of a folder")
     if cache_mode is not True:
         raise ValueError(
-            f"cache_dir needs prefix_cache=True, not {cache_mode!r}: cells from a file are not computed alone"
+            f"cache_dir needs prefix_cache=True, not {cache_mode!r}; set it, or leave cache_dir out"
         )
     if n_cache_bytes == 0:
         raise ValueError(
-            "cache_dir needs cache_bytes above 0: what is read from a file goes through host memory"
+            "cache_dir needs cache_bytes above 0, because cells are read from files into host memory"
         )
     return Path(path).expanduser()
 

@@ -234,7 +234,7 @@ class BlockingCalls(EngineParts):
         for prompt in prompts:
             its_params = next(all_params, END)
             if its_params is END:
-                raise ValueError(f"params has {index} items, and there are more prompts")
+                raise ValueError(f"params has {index} items, and there are more prompts; give one for each")
             item = self._request_builder.item_or_error(prompt, its_params, index, pending.options.on_error)
             if isinstance(item, Exception):
                 pending.ready.append((index, item))
@@ -243,7 +243,7 @@ class BlockingCalls(EngineParts):
                 yield partial(self._request_builder.make_requests, {index: item})
             index += 1
         if not isinstance(all_params, repeat) and next(all_params, END) is not END:
-            raise ValueError(f"there are {index} prompts, and params has more items")
+            raise ValueError(f"there are {index} prompts, and params has more items; give one for each")
 
     @explains_keywords
     def stream(

@@ -1085,7 +1085,7 @@ class _Rewriter:
     def _warn(self, pointer: str, keyword: str, reason: str) -> None:
         self._warnings.setdefault(
             (pointer, keyword),
-            f"json_schema at {pointer}: {quoted(keyword)} is not enforced exactly, more is allowed: {reason}",
+            f"json_schema at {pointer}: {quoted(keyword)} is not enforced exactly, so more is allowed: {reason}",
         )
 
     def _nothing(self, pointer: str, keyword: str, reason: str) -> bool:

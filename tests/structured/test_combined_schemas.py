@@ -298,7 +298,7 @@ def test_wider_with_a_warning(
     assert [value for value, valid, allowed in compare(demo, schema) if valid and not allowed] == []
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
-        f"json_schema at {pointer}: '{keyword}' is not enforced exactly, more is allowed: "
+        f"json_schema at {pointer}: '{keyword}' is not enforced exactly, so more is allowed: "
     )
 
 

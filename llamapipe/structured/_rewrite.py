@@ -41,8 +41,6 @@ ASSERTIONS = {
 }  # fmt: skip
 # Keywords that `_grammar` can combine in a schema for values of one or several types.
 OF_TYPED = {"type", "contains", "minContains", "maxContains"}.union(*OF_TYPE.values())
-# Keywords that may restrict names in ``propertyNames``, and those that are refused there.
-_OF_NAMES = {"enum", "const", "pattern", "format", "minLength", "maxLength"}
 _OTHER_ASSERTIONS = {
     "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef",
 }  # fmt: skip

@@ -27,7 +27,6 @@ from llamapipe.server.gate import Gate
 from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
 
-_log = logging.getLogger("llamapipe.server")
 BACKLOG = 2048  # connections that the system holds until they are accepted
 _ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them is looked at
 

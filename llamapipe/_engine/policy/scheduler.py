@@ -486,6 +486,7 @@ class Scheduler:
         Returns the requests that are still part of the step, with their tokens.
         """
         plan.in_flight = False
+        self._last = None  # only the step that was sampled last can be repeated
         if plan.n_guessed:
             return self._commit_guesses(plan, sampled)
         if self.gate.copies_states:

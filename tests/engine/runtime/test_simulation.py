@@ -435,7 +435,7 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     raise AssertionError("1,500 seeds have not found it")
 
 
-@pytest.mark.parametrize("seed", [202008, 203501])
+@pytest.mark.parametrize("seed", [202008, 203501, 73016])
 def test_seeds_that_found_a_fault(seed: int) -> None:
-    """A copy of a lost state before guesses; a stop token among right guesses of a draft."""
+    """A copy of a lost state before guesses; a stop token among right guesses; a step repeated after another one."""
     simulate(seed)

@@ -31,6 +31,8 @@ _SCORES = (
 _GUESSES = (
     "what a text repeats is guessed without it: leave draft_model out, or give it the path of a smaller model"
 )
+_PLAIN_DICTS = "messages and answers are plain dicts: annotate them with dict[str, Any]"
+_OWN_TOKENIZER = "the model file's tokenizer is used"
 _NO_STRUCT = "there are no structs of llama_cpp; use Llama.n_ctx(), or the attributes of Llama.engine"
 _FLASH_ATTENTION = "flash attention is used where the backend supports it; there is no option"
 _COUNTS = "it has n_prompt_tokens, n_cached_tokens and n_completion_tokens"
@@ -44,13 +46,37 @@ _CPU_MOE = "llamapipe.Engine(llamapipe.Model(path, n_cpu_moe=N)) keeps the exper
 _NO_SAMPLING = "temperature 0 always takes the most probable token"
 _MEMBER_FORMAT = ("text (its member format)", "output_config (its member format)")
 _AT_START = "the model is chosen when the server starts, with -m"
+_FROM_MODELFILE = (
+    "give llamapipe serve what the Modelfile sets: -m FILE, --system @FILE, --temp T and others, --lora NAME=FILE, "
+    "--chat-template FILE (Jinja)"
+)
+# Of vLLM, in Python.
+_ASYNC = "an Engine has the calls of asyncio, too: agenerate, astream, achat"
+_CONSTRAINTS = "use SamplingParams(json_schema=…, regex=…, choice=… or grammar=…)"
+_PROMPTS = "a prompt is a str or a list of token ids"
+_BY_FILE = "the model's file determines it; leave it out"
+_NOT_NEEDED = "nothing here needs it; leave it out"
+_NO_BEAMS = (
+    "there is no beam search; SamplingParams(n=…, logprobs=0) and cumulative_logprob rank several completions"
+)
+_LORA = "use model.load_adapter(FILE, NAME), at any time, and SamplingParams(adapter=NAME)"
+_SPLIT = "a Model has it: Model(path, split_mode=…)"
+_TOKENIZER = "the model has it: engine.model.tokenize and detokenize"
 _OLLAMA = "start the server with --ollama"
 
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
 INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "llamapipe": {
         "Llama": "from llamapipe.compat import Llama",
-        "LLM": "use llamapipe.Engine",
+        **dict.fromkeys(("LLM", "LLMEngine"), "use llamapipe.Engine"),
+        **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), _ASYNC),
+        **dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), "use llamapipe.Engine(…) and llamapipe.EngineTuning"),
+        **dict.fromkeys(("GuidedDecodingParams", "StructuredOutputsParams"), _CONSTRAINTS),
+        **dict.fromkeys(("TextPrompt", "TokensPrompt"), _PROMPTS),
+        **dict.fromkeys(("RequestOutput", "CompletionOutput"), "use llamapipe.Completion and its choices"),
+        "LoRARequest": _LORA,
+        "BeamSearchParams": _NO_BEAMS,
+        "PoolingParams": "use llamapipe.Embedder(path).embed",
         "generate": "use llamapipe.Engine(path).generate",
         "chat": "use llamapipe.Engine(path).chat",
         "embed": "use llamapipe.Embedder(path).embed",
@@ -71,9 +97,55 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "create_completion": "use generate, or llamapipe.compat.Llama, which has llama-cpp-python's methods",
         "tokenize": "the model has it: engine.model.tokenize",
         "detokenize": "the model has it: engine.model.detokenize",
+        # Of vLLM: options, then methods.
+        **dict.fromkeys(
+            ("dtype", "quantization", "load_format", "tokenizer", "tokenizer_mode", "generation_config"),
+            _BY_FILE,
+        ),
+        **dict.fromkeys(
+            ("trust_remote_code", "enforce_eager", "swap_space", "block_size", "compilation_config", "max_logprobs",
+             "disable_log_stats", "enable_chunked_prefill", "structured_outputs_config", "guided_decoding_backend",
+             "limit_mm_per_prompt", "distributed_executor_backend"),
+            _NOT_NEEDED,
+        ),
+        **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_modules"), _LORA),
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), _SPLIT),
+        "data_parallel_size": "start llamapipe serve with --workers N",
+        "max_num_batched_tokens": "use tuning=EngineTuning(n_batch=…)",
+        "cpu_offload_gb": "a Model has it: Model(path, n_gpu_layers=…)",
+        "hf_overrides": "a Model has it: Model(path, kv_overrides=…)",
+        "download_dir": "set the environment variable HF_HUB_CACHE",
+        "speculative_config": ("draft",),
+        **dict.fromkeys(("task", "runner", "convert", "encode", "classify", "reward"), _EMBEDDER),
+        "beam_search": _NO_BEAMS,
+        "get_tokenizer": _TOKENIZER,
+        "get_metrics": ("stats",),
+        "abort": "close the stream, or cancel the task that awaits it",
+        **dict.fromkeys(("add_request", "enqueue"), "use stream, or call generate from several threads"),
+    },
+    "Embedder": {
+        **dict.fromkeys(("max_model_len", "num_ctx"), ("n_ctx",)),
+        **dict.fromkeys(("max_num_seqs", "n_parallel"), ("n_seq_max",)),
+        **dict.fromkeys(("pooling_type", "pooler_config", "override_pooler_config"), ("pooling",)),
+        **dict.fromkeys(("task", "runner", "convert"), _NOT_NEEDED),
+        "encode": ("embed",),
+        **dict.fromkeys(("score", "classify"), ("rerank",)),
     },
     # Attributes of other libraries' results.
-    "Completion": {"outputs": ("choices",), "usage": _COUNTS, **dict.fromkeys(("content", "response"), ("text",))},
+    "Completion": {
+        "outputs": ("choices",),
+        "usage": _COUNTS,
+        **dict.fromkeys(("content", "response"), ("text",)),
+        **dict.fromkeys(("prompt", "prompt_token_ids"), "results are in the order of prompts; it has n_prompt_tokens"),
+        "metrics": ("timings",),
+        "num_cached_tokens": ("n_cached_tokens",),
+    },
+    "Choice": {"stop_reason": "stop_string and stop_token say what ended it"},
+    "TokenLogprob": {
+        "token_id": ("id",),
+        **dict.fromkeys(("token", "decoded_token"), ("text",)),
+        **dict.fromkeys(("top_logprobs", "rank"), ("top",)),
+    },
     "ChatCompletion": {"outputs": ("choices",), "usage": _COUNTS, **dict.fromkeys(("text", "response"), ("content",))},
     "Delta": {"content": ("text",)},
     "ChatDelta": {"text": ("content",)},
@@ -83,6 +155,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "_ctx": "there is no llama_cpp context; use Llama.engine, or llamapipe.Pipeline",
         "_batch": "there is no llama_cpp batch; use llamapipe.Pipeline",
         **dict.fromkeys(("context_params", "model_params"), _NO_STRUCT),
+        **dict.fromkeys(("n_threads", "n_threads_batch"), "the engine changes it: use Llama.engine.stats().n_threads"),
         # Arguments of the constructor in versions that others maintain.
         **dict.fromkeys(("override_tensor", "tensor_buft_overrides"), _PLACEMENT),
         **dict.fromkeys(("n_cpu_moe", "cpu_moe"), _CPU_MOE),
@@ -91,21 +164,56 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     # Names and modules of llama_cpp.
     "llama_cpp": {
         **dict.fromkeys(("LlamaPromptLookupDecoding", "LlamaDraftModel", "llama_speculative"), _GUESSES),
-        "llama_types": "messages and answers are plain dicts: annotate them with dict[str, Any]",
+        **dict.fromkeys(
+            ("llama_types", "ChatCompletionRequestMessage", "ChatCompletionTool", "CreateChatCompletionResponse",
+             "CreateChatCompletionStreamResponse", "CreateCompletionResponse", "CreateCompletionStreamResponse",
+             "CreateEmbeddingResponse"),
+            _PLAIN_DICTS,
+        ),
         "llama_chat_format": "the model's own template formats chats; Llama(chat_format=…) names another one, and "
         "Llama(chat_template=FILE) gives one",
         "llama_cpp": "llama.cpp's own functions are not here: use llamapipe.Pipeline, which computes batches",
+        **dict.fromkeys(
+            ("Llava15ChatHandler", "Llava16ChatHandler", "MoondreamChatHandler", "NanoLlavaChatHandler",
+             "Llama3VisionAlphaChatHandler", "MiniCPMv26ChatHandler", "Qwen25VLChatHandler", "Gemma3ChatHandler",
+             "ObsidianChatHandler", "MTMDChatHandler", "mtmd_cpp", "llava_cpp"),
+            "leave chat_handler out and put the projector (mmproj*.gguf) beside the model, or use "
+            "llamapipe.Model(FILE, mmproj=FILE)",
+        ),
+        **dict.fromkeys(
+            ("llama_supports_gpu_offload", "llama_supports_mmap", "llama_print_system_info"),
+            "llamapipe doctor shows devices and features",
+        ),
+        "llama_log_set": "llama.cpp's log goes to the logger llamapipe.native of Python's logging",
+        **dict.fromkeys(("llama_backend_init", "llama_backend_free", "llama_numa_init"), "leave it out"),
+        "LLAMA_DEFAULT_SEED": "it is Llama's default: leave seed out",
+        **dict.fromkeys(("llama_grammar", "llama_cache"), "use the classes of llamapipe.compat"),
+        **dict.fromkeys(("llama_tokenizer", "LlamaHFTokenizer", "BaseLlamaTokenizer"), _OWN_TOKENIZER),
+        "BaseLlamaCache": "prefixes are always cached; LlamaRAMCache is accepted",
     },
     "LlamaRAMCache": {"cache_state": "prefixes are kept by the engine: see Llama.engine.stats()"},
     # Names of sampling options in Python, of llama-cpp-python, Ollama, transformers and vLLM.
     "SamplingParams": {
         **{name: (option.name,) for option in OPTIONS for name in option.elsewhere},
-        **dict.fromkeys(("response_format", "format", "guided_json", "structured_outputs"), ("json_schema",)),
+        **dict.fromkeys(("response_format", "format", "guided_json"), ("json_schema",)),
         "guided_regex": ("regex",),
         "guided_choice": ("choice",),
         "guided_grammar": ("grammar",),
+        **dict.fromkeys(("structured_outputs", "guided_decoding"), "use json_schema, regex, choice or grammar"),
         "do_sample": _NO_SAMPLING,
         "stream": "use engine.stream or engine.stream_chat",
+        **dict.fromkeys(
+            ("best_of", "use_beam_search", "beam_width", "num_beams", "length_penalty", "early_stopping"), _NO_BEAMS
+        ),
+        "lora_request": ("adapter",),
+        "thinking_token_budget": ("reasoning_budget",),
+        "include_stop_str_in_output": "the text ends before the stop string, which Choice.stop_string names",
+        **dict.fromkeys(
+            ("skip_special_tokens", "spaces_between_special_tokens"),
+            "control tokens are never part of the text; token_ids has them",
+        ),
+        **dict.fromkeys(("detokenize", "output_kind", "flat_logprobs"), _NOT_NEEDED),
+        "truncate_prompt_tokens": "shorten the prompt: engine.model.tokenize(text)[-n:] is one, too",
     },
     # Keys of a file for serve --models.
     "models file": {
@@ -126,7 +234,16 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "Anthropic's tools": {"function": "in this API, a tool has name, description and input_schema"},
     "tool choice": {"any": ("required",)},
     # Keywords of calls.
-    "call": {"system": 'give chat() a message with the role: {"role": "system", "content": …}'},
+    "call": {
+        "system": 'give chat() a message with the role: {"role": "system", "content": …}',
+        "use_tqdm": ("progress",),
+        "sampling_params": "give SamplingParams as params, the argument after the prompt or the messages",
+        "lora_request": "use SamplingParams(adapter=NAME)",
+        "continue_final_message": ("continue_last",),
+        "add_generation_prompt": "it always is, unless continue_last=True; leave it out",
+        "chat_template": "a Model has it: Model(path, chat_template=…)",
+        "chat_template_kwargs": ("template_args",),
+    },
     # Options of llama.cpp's programs, then of vLLM.
     "command line": {
         **{name: (f"--{option.name.replace('_', '-')}",) for option in OPTIONS for name in option.elsewhere},

@@ -38,6 +38,14 @@ _FLASH_ATTENTION = "flash attention is used where the backend supports it; there
 _COUNTS = "it has n_prompt_tokens, n_cached_tokens and n_completion_tokens"
 _IN_CHATS = {f"--{name}": f"type /{name} FILE in the conversation" for name in ("image", "save")}
 _ALWAYS_ON = "it is always on; leave the option out"
+_LEAVE_OUT = "nothing here needs it; leave the option out"
+_TLS = "the server speaks plain HTTP; use a proxy for TLS"
+_LOG = "requests and errors are logged on stderr; -v adds llama.cpp's log"
+_CORES = "start the process under taskset or numactl; --n-threads limits the threads"
+_GUESSED = "how many tokens are guessed follows from measured times; leave the option out"
+_DRAFT_MEMORY = "the draft model has the context and the devices of the model; leave the option out"
+_LORA_NAMES = "use --lora NAME=FILE; a request names it as its model"
+_PATHS = "a proxy can rewrite paths; or mount llamapipe.server.app(engine) in an application"
 _ROUTES_ON = "/slots, /props and /metrics are always on; leave the option out"
 _FROM_TEMPLATE = "the chat template determines it; leave the option out"
 _ONLY_PROMPT = "generate applies no template and does not repeat the prompt; leave the option out"
@@ -261,7 +269,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--json-schema-file": ("--json-schema @FILE",),
         "--chat-template-file": ("--chat-template",),
         **dict.fromkeys(("--system-prompt", "-sys"), ("--system",)),
-        "--api-key": ("--api-key-file",),
+        "--api-key": "put the key into the variable LLAMAPIPE_API_KEYS, or into a file: --api-key-file FILE",
         "-to": ("--timeout",),
         **dict.fromkeys(("--no-webui", "--no-ui"), ("--no-page",)),
         "--context-shift": ("--overflow shift",),
@@ -298,12 +306,96 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(("-fa", "--flash-attn"), _FLASH_ATTENTION),
         **dict.fromkeys(("--jinja", "-cb", "--cont-batching", "--metrics"), _ALWAYS_ON),
         **dict.fromkeys(("--slots", "--props"), _ROUTES_ON),
-        **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "the server speaks plain HTTP; use a proxy for TLS"),
+        **dict.fromkeys(
+            ("--ssl-key-file", "--ssl-cert-file", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _TLS
+        ),
         **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use llamapipe chat"),
         **dict.fromkeys(("--models-dir", "--model-dir"), "use --models DIR"),
         "--models-preset": "use --models FILE.toml",
         "--models-max": "use --memory SIZE, which all models together may take",
         "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
+        # Others of llama-server.
+        "--no-mmproj": ("--mmproj off",),
+        "--mmproj-url": ("--mmproj",),
+        "-rea": ("--reasoning",),
+        "--mirostat-lr": ("--mirostat-eta",),
+        "--mirostat-ent": ("--mirostat-tau",),
+        "--cors-origins": ("--cors",),
+        **dict.fromkeys(("-mu", "--model-url"), "download the file, or use -m hf:OWNER/REPO/FILE"),
+        **dict.fromkeys(("-hff", "--hf-file"), "use -m hf:OWNER/REPO/FILE"),
+        **dict.fromkeys(("-hft", "--hf-token"), "set the environment variable HF_TOKEN"),
+        "--offline": "set the environment variable HF_HUB_OFFLINE=1",
+        "--numa": "start the process under numactl",
+        **dict.fromkeys(
+            ("-C", "-Cb", "-Cr", "--cpu-mask", "--cpu-range", "--cpu-strict", "--prio", "--poll"), _CORES
+        ),
+        **dict.fromkeys(("-fit", "--fit", "-fitt", "--fit-target"), "llamapipe doctor -m FILE shows what fits"),
+        **dict.fromkeys(
+            ("-lv", "--log-verbosity", "--log-file", "--log-disable", "--log-colors", "--log-prefix",
+             "--log-timestamps", "--log-level", "--uvicorn-log-level", "--disable-log-requests",
+             "--enable-log-requests", "--disable-log-stats"),
+            _LOG,
+        ),
+        **dict.fromkeys(
+            ("--cache-reuse", "-sps", "--slot-prompt-similarity", "--cache-prompt"),
+            "the longest common prefix is always reused; leave the option out",
+        ),
+        **dict.fromkeys(
+            ("--no-cache-prompt", "--no-enable-prefix-caching"), "each request sets it: the field cache_prompt"
+        ),
+        **dict.fromkeys(("-ctxcp", "--ctx-checkpoints"), "--cache-bytes limits saved states; leave the option out"),
+        "--swa-full": "it is the default, and --no-swa-full turns it off; leave the option out",
+        "--no-context-shift": "it is the default, --overflow stop; leave the option out",
+        **dict.fromkeys(
+            ("--warmup", "--no-warmup", "--perf", "--no-perf", "--check-tensors", "-nr", "--no-repack", "--no-host",
+             "--op-offload", "--no-op-offload", "--threads-http", "-dt", "--defrag-thold", "--no-kv-unified",
+             "--backend-sampling", "-bs"),
+            _LEAVE_OUT,
+        ),
+        **dict.fromkeys(("-nkvo", "--no-kv-offload"), "the KV cache is where the layers are: --n-gpu-layers"),
+        **dict.fromkeys(("--lora-init-without-apply", "--lora-scaled"), _LORA_NAMES),
+        **dict.fromkeys(
+            ("--control-vector-scaled", "--control-vector-layer-range"),
+            "only Python has it: model.load_control_vector(path, layers=...)",
+        ),
+        **dict.fromkeys(
+            ("--draft-max", "--draft-min", "--draft-p-min", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-type"),
+            _GUESSED,
+        ),
+        **dict.fromkeys(("-cd", "-td", "-devd", "-ngld", "--ctx-size-draft", "--gpu-layers-draft"), _DRAFT_MEMORY),
+        **dict.fromkeys(("--webui", "--ui", "--models-autoload"), _ALWAYS_ON),
+        "--sleep-idle-seconds": "use --models FILE.toml with ttl, after which an idle model ends",
+        "--path": _PATHS,
+        **dict.fromkeys(("--api-prefix", "--root-path"), _PATHS),
+        # Others of vLLM.
+        **dict.fromkeys(("-dp", "--api-server-count"), ("--workers",)),
+        **dict.fromkeys(("--task", "--runner", "--convert"), ("--embeddings",)),
+        "--cpu-offload-gb": ("--n-gpu-layers",),
+        "--hf-overrides": ("--override-kv",),
+        **dict.fromkeys(("--default-chat-template-kwargs", "--chat-template-kwargs"), ("--template-args",)),
+        **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "--rpc HOST:PORT places layers on other machines"),
+        **dict.fromkeys(
+            ("--enable-prefix-caching", "--enable-chunked-prefill", "--enable-request-id-headers",
+             "--enable-prompt-tokens-details"),
+            _ALWAYS_ON,
+        ),
+        **dict.fromkeys(
+            ("--enforce-eager", "--trust-remote-code", "--swap-space", "--max-logprobs", "--block-size",
+             "--guided-decoding-backend", "--structured-outputs-config", "--compilation-config", "--response-role",
+             "--chat-template-content-format", "--limit-mm-per-prompt", "--disable-fastapi-docs",
+             "--num-scheduler-steps", "--distributed-executor-backend"),
+            _LEAVE_OUT,
+        ),
+        **dict.fromkeys(("--max-loras", "--max-lora-rank", "--max-cpu-loras"), _LORA_NAMES),
+        **dict.fromkeys(
+            ("--load-format", "--tokenizer", "--tokenizer-mode", "--generation-config"),
+            "the file determines it; leave the option out",
+        ),
+        "--override-generation-config": "--temp, --top-p and others set what a request does not",
+        "--download-dir": "set the environment variable HF_HUB_CACHE",
+        "--scheduling-policy": "only Python has it: SamplingParams(priority=...)",
+        "--uds": "use --host and --port",
+        "--middleware": _PATHS,
         **dict.fromkeys(("--device", "-dev"), "only Python has it: lp.Model(path, devices=[...])"),
         **dict.fromkeys(("--split-mode", "-sm"), "only Python has it: lp.Model(path, split_mode=...)"),
         **dict.fromkeys(("--tensor-split", "-ts"), "only Python has it: lp.Model(path, tensor_split=[...])"),
@@ -311,7 +403,12 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     },
     # Where a command's option has another meaning than the same one of other commands.
     "bench": {"-p": "use --prompt-tokens"},
-    "serve": {"-p": "use --port"},
+    "serve": {
+        "-p": "use --port",
+        "--reasoning-budget": "use --reasoning N",
+        "--version": "use llamapipe --version",
+        "--config": "give options, or --models FILE.toml, which lists models",
+    },
     "run": {
         **_IN_CHATS,
         **dict.fromkeys(("-m", "--model"), "name the model without an option: llamapipe run MODEL"),
@@ -332,7 +429,10 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "list": "use llamapipe models",
         "ls": "use llamapipe models",
         "show": "use llamapipe doctor -m FILE, or -m ollama:NAME",
-        "create": "pass options instead of a Modelfile; llamapipe chat --help lists them",
+        "create": f"pass options instead of a Modelfile; {_FROM_MODELFILE}",
+        **dict.fromkeys(("cp", "copy"), "serve --alias NAME gives a model another name"),
+        "push": "upload files with the program of the Hugging Face Hub",
+        **dict.fromkeys(("signin", "signout", "login"), "nothing here needs an account; HF_TOKEN is for the Hub"),
         "help": "use llamapipe --help",
         "version": "use llamapipe --version",
     },
@@ -351,10 +451,18 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/pull": f"{_OLLAMA}; {_AT_START}",
         "/api/delete": _OLLAMA,
         "/api/copy": f"{_OLLAMA}; --alias gives a model another name",
-        "/api/create": _AT_START,
+        "/api/create": f"{_AT_START}; {_FROM_MODELFILE}",
         "/api/push": "upload files with the program of the Hugging Face Hub",
         **dict.fromkeys(("/models/load", "/models/unload"), "start the server with --models for several models"),
         "/generate": "use /v1/completions",
+        **dict.fromkeys(("/livez", "/readyz", "/ready", "/live", "/healthz"), "use /health"),
+        **dict.fromkeys(("/docs", "/redoc"), "/openapi.json describes the routes"),
+        **dict.fromkeys(("/load", "/get_load"), "/metrics and /slots show the load"),
+        "/server_info": "use /props or /model_info",
+        **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), "a model of serve --models ends after its ttl"),
+        "/pooling": "use /v1/embeddings",
+        "/classify": "use /v1/rerank",
+        "/invocations": "use /v1/chat/completions or /v1/completions",
     },
     # Fields of requests to other servers.
     "fields": {

@@ -17,6 +17,7 @@ from support.served import http_client
 import llamapipe as lp
 from llamapipe import ollama_models
 from llamapipe.cli import main
+from llamapipe.cli._models_file import entries_of
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored, names_of, shown_name, stored_models
 from llamapipe.server import ServerSettings, serve
@@ -129,6 +130,25 @@ def test_models_that_cannot_be_loaded(store: Path) -> None:
     with pytest.raises(ModelLoadError, match="is missing; pull the model again"):
         find_stored("half")
     assert stored_models() == []
+
+
+def test_a_list_of_all_models_says_which_are_left_out(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients get 404 for them, as for a name that nobody knows."""
+    put_model(store, f"{LIBRARY}/demo/latest", b"GGUF")
+    put_model(store, f"{LIBRARY}/tuned/latest", b"GGUF", adapter="GGUF")
+    put_model(store, f"{LIBRARY}/cloud/latest", None)
+    assert [entry.name for entry in entries_of(["ollama:"])] == ["demo"]
+    cloud, tuned = capsys.readouterr().err.splitlines()
+    left_out = "llamapipe: --models: left out: "
+    assert (
+        cloud
+        == f"{left_out}cloud:latest of Ollama has no GGUF file: it runs elsewhere, or is in another format"
+    )
+    assert (
+        tuned.startswith(f"{left_out}tuned:latest of Ollama has an adapter") and "--lora NAME=FILE" in tuned
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

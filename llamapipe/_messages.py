@@ -396,6 +396,8 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--scheduling-policy": "only Python has it: SamplingParams(priority=...)",
         "--uds": "use --host and --port",
         "--middleware": _PATHS,
+        "--tags": _LEAVE_OUT,
+        "--tools": "--mcp FILE gives /v1/responses the tools of MCP servers",
         **dict.fromkeys(("--device", "-dev"), "only Python has it: lp.Model(path, devices=[...])"),
         **dict.fromkeys(("--split-mode", "-sm"), "only Python has it: lp.Model(path, split_mode=...)"),
         **dict.fromkeys(("--tensor-split", "-ts"), "only Python has it: lp.Model(path, tensor_split=[...])"),

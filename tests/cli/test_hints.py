@@ -92,6 +92,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
             "serve --draft-max 8",
             "; how many tokens are guessed follows from measured times; leave the option out (see",
         ),
+        ("serve --tools all", "; --mcp FILE gives /v1/responses the tools of MCP servers (see"),
         ("serve --no-perf", "; nothing here needs it; leave the option out (see"),
         (
             "serve --cpu-strict 1",

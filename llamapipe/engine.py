@@ -809,7 +809,7 @@ class Engine(BlockingCalls, AsyncOwner):
     async def achat(
         self,
         messages: Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -828,7 +828,7 @@ class Engine(BlockingCalls, AsyncOwner):
     async def achat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -844,9 +844,9 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answer a conversation, or several together, and return when all answers are complete.
 
-        A list of conversations returns a list of answers, in its order. ``timeout``, ``block`` and ``progress`` are as
-        for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages that the model's
-        template refuses, and ImportError without the extra ``chat``.
+        A list of conversations returns a list of answers, in its order; ``params`` may then be a list, too.
+        ``timeout``, ``block`` and ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises
+        InvalidRequestError for messages that the model's template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(

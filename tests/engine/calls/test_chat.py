@@ -63,7 +63,7 @@ class TestAnswers:
         ):
             engine.chat(["One", "Two"], params)
         with pytest.raises(TypeError, match=r"params must be SamplingParams, not list$"):
-            engine.chat("One", params)  # type: ignore[call-overload]
+            engine.chat("One", params)
         with pytest.raises(TypeError, match=r"not int \(prompt 1 of the list\)"):
             engine.chat(["One", "Two"], [params[0], 5])  # type: ignore[list-item]
 

@@ -43,6 +43,9 @@ _TLS = "the server speaks plain HTTP; use a proxy for TLS"
 _LOG = "requests and errors are logged on stderr; -v adds llama.cpp's log"
 _CORES = "start the process under taskset or numactl; --n-threads limits the threads"
 _GUESSED = "how many tokens are guessed follows from measured times; leave the option out"
+_GUESSED_FIELD = (
+    "leave it out: how many tokens are guessed follows from measured times; speculate switches it off"
+)
 _DRAFT_MEMORY = "the draft model has the context and the devices of the model; leave the option out"
 _LORA_NAMES = "use --lora NAME=FILE; a request names it as its model"
 _PATHS = "a proxy can rewrite paths; or mount llamapipe.server.app(engine) in an application"
@@ -500,6 +503,12 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "do_sample": _NO_SAMPLING,
         **dict.fromkeys(("penalize_nl", "tfs_z"), "leave it out: llama.cpp no longer has it"),
         "slot_id": ("id_slot",),
+        "random_seed": ("seed",),
+        **dict.fromkeys(("beam_width", "num_beams"), "there is no beam search; n and logprobs rank several choices"),
+        "best_of": "use n and logprobs, which rank several choices",
+        "logprob_token_ids": ("top_logprobs",),
+        **dict.fromkeys(("detokenize", "safe_prompt"), "leave it out: it has no effect here"),
+        **dict.fromkeys(("speculative", "speculative.n_max", "speculative.n_min", "speculative.p_min"), _GUESSED_FIELD),
         "extra_body": "give its members as fields of the body, as OpenAI's client does",
         "options": "give each option as a separate field, such as temperature",
         "think": "give chat_template_kwargs with enable_thinking instead",

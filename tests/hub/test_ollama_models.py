@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.ollama_store import put_model
-from support.run_script import run_script
+from support.run_script import environment, run_script
 from support.served import http_client
 
 import llamapipe as lp
@@ -272,6 +274,34 @@ def test_commands(demo_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["generate", "-m", name, "Once"]) in (1, 2)
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "system"),
+    [
+        (["run", "mario"], "You are Mario."),
+        (["chat", "-m", "ollama:mario"], "You are Mario."),
+        (["run", "mario", "--system", "Be brief."], "Be brief."),
+        (["run", "demo"], None),
+    ],
+)
+def test_a_conversation_has_the_system_message_of_the_modelfile(
+    demo_store: Path, tmp_path: Path, arguments: list[str], system: str | None
+) -> None:
+    pytest.importorskip("jinja2")
+    saved = tmp_path / "saved.json"
+    subprocess.run(
+        [sys.executable, "-m", "llamapipe", *arguments, "-n", "2"],
+        input=f"Hi\n/save {saved}\n".encode(),
+        env=environment({"OLLAMA_MODELS": str(demo_store)}),
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    first = json.loads(saved.read_text())[0]
+    assert first == (
+        {"role": "user", "content": "Hi"} if system is None else {"role": "system", "content": system}
+    )
 
 
 def test_doctor_and_serve(demo_store: Path) -> None:

@@ -75,6 +75,14 @@ _SPLIT = "a Model has it: Model(path, split_mode=…)"
 _TOKENIZER = "the model has it: engine.model.tokenize and detokenize"
 _OLLAMA = "start the server with --ollama"
 
+# Options of an Embedder's calls.
+_IN_EMBEDDER: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **dict.fromkeys(("use_tqdm", "show_progress_bar", "show_progress"), ("progress",)),
+    "normalize_embeddings": ("normalize",),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation"), ("truncate",)),
+    **dict.fromkeys(("pooling_params", "pooling"), "an Embedder has it: Embedder(model, pooling=…)"),
+    **dict.fromkeys(("top_n", "top_k"), "the best ones are first: rerank(…)[:n]"),
+}
 # By the place of a name: advice, or names here, the first of which that the place knows is meant.
 INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "llamapipe": {
@@ -142,6 +150,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "encode": ("embed",),
         **dict.fromkeys(("score", "classify"), ("rerank",)),
     },
+    **dict.fromkeys(("embed", "aembed", "rerank", "arerank"), _IN_EMBEDDER),
     # Attributes of other libraries' results.
     "Completion": {
         "outputs": ("choices",),

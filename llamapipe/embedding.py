@@ -141,6 +141,7 @@ class Embedder(AsyncOwner):
         progress: bool = False,
     ) -> Floats: ...
 
+    @explains_options()
     def embed(
         self,
         texts: Text | Sequence[Text],
@@ -171,6 +172,7 @@ class Embedder(AsyncOwner):
                 bar.close()
         return self._result(rows, single, check_flag("normalize", normalize))
 
+    @explains_options()
     async def aembed(
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
@@ -192,6 +194,7 @@ class Embedder(AsyncOwner):
         return await self._long_work.run(function, *arguments, size=size)
 
     # ---- reranking
+    @explains_options()
     def rerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """Rank the documents, the best match for the query first; equal scores keep the order of the list.
 
@@ -205,6 +208,7 @@ class Embedder(AsyncOwner):
         pairs = self._pairs(query, documents, truncate)
         return _ranked(self._wait(pairs), pairs)
 
+    @explains_options()
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """Do what ``rerank`` does, for asyncio. Cancelling the task drops the documents that are not computed yet."""
         size = size_of([query, documents])

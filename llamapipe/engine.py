@@ -814,7 +814,7 @@ class Engine(BlockingCalls, AsyncOwner):
     async def achat(
         self,
         messages: Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -833,7 +833,7 @@ class Engine(BlockingCalls, AsyncOwner):
     async def achat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -849,9 +849,9 @@ class Engine(BlockingCalls, AsyncOwner):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answer a conversation, or several together, and return when all answers are complete.
 
-        For a list of conversations, returns a list of answers in the same order. ``timeout``, ``block`` and
-        ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages
-        that the model's template refuses, and ImportError without the extra ``chat``.
+        For a list of conversations, returns a list of answers in the same order; ``params`` may then be a list, too.
+        ``timeout``, ``block`` and ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises
+        InvalidRequestError for messages that the model's template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(

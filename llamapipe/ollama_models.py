@@ -117,6 +117,16 @@ def stored_models() -> list[StoredModel]:
     return [models[name] for name in sorted(models)]
 
 
+def left_out() -> list[str]:
+    """Return why models of the store are not among ``stored_models``: a text for each of them."""
+    return sorted(
+        str(error)
+        for folder in folders()
+        for error in _read_store(folder)
+        if isinstance(error, ModelLoadError)
+    )
+
+
 def short_names() -> set[str]:
     """Return the names of ``stored_models``, and those without ``:latest``."""
     return {name for stored in stored_models() for name in (stored.name, stored.name.removesuffix(":latest"))}
@@ -151,6 +161,11 @@ def shown_name(path: Path) -> str:
 
 
 def _models_in(folder: Path) -> Iterator[StoredModel]:
+    return (stored for stored in _read_store(folder) if isinstance(stored, StoredModel))
+
+
+def _read_store(folder: Path) -> Iterator[StoredModel | ModelLoadError]:
+    """Yield the models of a store, and an error for each that cannot be loaded."""
     root = folder / "manifests"
     try:
         manifests = [path for path in root.glob("*/*/*/*") if path.is_file()]
@@ -162,8 +177,10 @@ def _models_in(folder: Path) -> Iterator[StoredModel]:
             continue
         try:
             yield _stored(folder, place, _read(manifest))
-        except (OSError, ModelLoadError):
+        except OSError:
             continue
+        except ModelLoadError as error:
+            yield error
 
 
 def _read(path: Path) -> bytes:
@@ -200,7 +217,8 @@ def _stored(folder: Path, place: Path, data: bytes) -> StoredModel:
         raise ModelLoadError(f"{name} of Ollama has no GGUF file: it runs elsewhere, or is in another format")
     if "adapter" in files:
         raise ModelLoadError(
-            f"{name} of Ollama has an adapter, which llamapipe does not load; load the model alone"
+            f"{name} of Ollama has an adapter, which llamapipe does not load from there: load the model alone, and the "
+            "adapter with --lora NAME=FILE or model.load_adapter, if it is a GGUF file"
         )
     if not path.is_file():
         raise ModelLoadError(f"{path}, the file of {name}, is missing; pull the model again with Ollama")

@@ -78,6 +78,9 @@ class TokenLogprob(_TokenLogprob):
 
     piece: bytes
 
+    if not TYPE_CHECKING:  # a type checker would accept any name
+        __getattr__ = explain_attribute
+
     def __new__(  # noqa: D102
         cls,
         id: int,  # noqa: A002
@@ -122,6 +125,9 @@ class Choice:
     stop_string: str | None = None
     stop_token: int | None = None
     stop_logprob: TokenLogprob | None = None
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+        __getattr__ = explain_attribute
 
     def __repr__(self) -> str:
         return f"Choice({self.index}, {shortened(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"

@@ -28,6 +28,7 @@ Engine: Any = lp.Engine
 Model: Any = lp.Model
 Params: Any = lp.SamplingParams
 ONE = lp.SamplingParams(max_tokens=1)
+LOGPROBS = lp.SamplingParams(max_tokens=1, logprobs=1)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,27 @@ ONE = lp.SamplingParams(max_tokens=1)
         (lambda: Params(response_format={}), "response_format", "use json_schema"),
         (lambda: Engine(PATH, max_model_len=64), "max_model_len", "use n_ctx"),
         (lambda: Engine(PATH, n_parallel=2), "n_parallel", "use n_seq_max"),
+        (lambda: Engine(PATH, enforce_eager=True), "enforce_eager", "leave it out"),
+        (lambda: Engine(PATH, dtype="auto"), "dtype", "the model's file determines it"),
+        (lambda: Engine(PATH, enable_lora=True), "enable_lora", "model.load_adapter"),
+        (lambda: Engine(PATH, tensor_parallel_size=2), "tensor_parallel_size", "Model(path, split_mode=…)"),
+        (
+            lambda: Engine(PATH, max_num_batched_tokens=64),
+            "max_num_batched_tokens",
+            "EngineTuning(n_batch=…)",
+        ),
+        (lambda: Engine(PATH, task="embed"), "task", "Embedder(model)"),
+        (lambda: lp.Embedder(PATH, max_model_len=64), "max_model_len", "use n_ctx"),  # type: ignore[call-arg]
+        (lambda: lp.LoRARequest, "LoRARequest", "model.load_adapter"),  # type: ignore[attr-defined]
+        (lambda: lp.AsyncLLM, "AsyncLLM", "agenerate"),  # type: ignore[attr-defined]
+        (lambda: lp.GuidedDecodingParams, "GuidedDecodingParams", "json_schema"),  # type: ignore[attr-defined]
+        (lambda: lp.BeamSearchParams, "BeamSearchParams", "no beam search"),  # type: ignore[attr-defined]
+        (lambda: Params(best_of=2), "best_of", "no beam search"),
+        (lambda: Params(structured_outputs={}), "structured_outputs", "regex, choice or grammar"),
+        (lambda: Params(skip_special_tokens=False), "skip_special_tokens", "token_ids has them"),
+        (lambda: Params(include_stop_str_in_output=True), "include_stop_str_in_output", "Choice.stop_string"),
+        (lambda: Params(lora_request=1), "lora_request", "use adapter"),
+        (lambda: Params(thinking_token_budget=1), "thinking_token_budget", "use reasoning_budget"),
         (lambda: Engine(PATH, draft="ngram"), "'ngram'", "leave draft out"),
         (lambda: Model(model_path=PATH), "model_path", "use path"),
         (lambda: Model(PATH, ngl=1), "ngl", "use n_gpu_layers"),
@@ -86,6 +108,17 @@ def test_names_and_options(call: Callable[[], Any], wrong: str, right: str) -> N
         (lambda e: e.chat("a", system="b"), "system", '"role": "system"'),
         (lambda e: e.generate("a", ONE).content, "content", "use text"),
         (lambda e: e.generate("a", ONE).usage, "usage", "n_prompt_tokens"),
+        (lambda e: e.generate("a", ONE).prompt, "'prompt'", "in the order of prompts"),
+        (lambda e: e.generate("a", ONE).choices[0].stop_reason, "stop_reason", "stop_string"),
+        (lambda e: e.generate("a", ONE).choices[0].txt, "txt", "text"),
+        (lambda e: e.generate("a", LOGPROBS).logprobs[0].decoded_token, "decoded_token", "use text"),
+        (lambda e: e.generate("a", LOGPROBS).logprobs[0].rank, "rank", "use top"),
+        (lambda e: e.generate("a", use_tqdm=False), "use_tqdm", "use progress"),
+        (lambda e: e.generate("a", lora_request=None), "lora_request", "SamplingParams(adapter=NAME)"),
+        (lambda e: e.chat("a", sampling_params=ONE), "sampling_params", "as params"),
+        (lambda e: e.chat("a", continue_final_message=True), "continue_final_message", "use continue_last"),
+        (lambda e: e.beam_search("a"), "beam_search", "no beam search"),
+        (lambda e: e.get_tokenizer(), "get_tokenizer", "engine.model.tokenize"),
         (lambda e: e.chat("a", ONE).text, "text", "use content"),
         (lambda e: e.chat("a", ONE).contents, "contents", "did you mean content"),
         (lambda e: next(e.stream("a", ONE)).content, "content", "use text"),

@@ -354,7 +354,7 @@ class BlockingCalls(EngineParts):
     def chat(
         self,
         messages: Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -373,7 +373,7 @@ class BlockingCalls(EngineParts):
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[ToolDefinition] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -389,9 +389,9 @@ class BlockingCalls(EngineParts):
     ) -> ChatCompletion | list[ChatCompletion]:
         """Answer a conversation, or several together, and return when all answers are complete.
 
-        For a list of conversations, returns a list of answers in the same order. ``timeout``, ``block`` and
-        ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises InvalidRequestError for messages
-        that the model's template refuses, and ImportError without the extra ``chat``.
+        For a list of conversations, returns a list of answers in the same order; ``params`` may then be a list, too.
+        ``timeout``, ``block`` and ``progress`` are as for ``generate``. Raises as ``generate`` does; also raises
+        InvalidRequestError for messages that the model's template refuses, and ImportError without the extra ``chat``.
         """
         self._engine_thread.check_open()
         chat_options = ChatOptions(

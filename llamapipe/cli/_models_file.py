@@ -31,7 +31,7 @@ from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_be
 from llamapipe.gguf.reader import fingerprint, first_texts
 from llamapipe.llama.adapter import local_file
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import find_stored, folders, model_of, stored_models
+from llamapipe.ollama_models import find_stored, folders, left_out, model_of, stored_models
 from llamapipe.server.ollama import QUANTIZATIONS, parameter_size
 
 if sys.version_info >= (3, 11):
@@ -63,6 +63,8 @@ def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[Model
 def _entries(source: str) -> list[ModelEntry]:
     if source == OLLAMA:
         stored = stored_models()
+        for reason in left_out():
+            print(f"llamapipe: --models: left out: {reason}", file=sys.stderr)
         if not stored:
             where = " and ".join(map(str, folders()))
             raise UsageError(f"--models: Ollama has no models in {where} (OLLAMA_MODELS sets the folder)")

@@ -37,6 +37,7 @@ from llamapipe.cli.options import (
     template_problem,
 )
 from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, usage_errors, utf8
+from llamapipe.ollama_models import PREFIX, find_stored, model_of
 
 USAGE = "llamapipe chat [options] [MESSAGE]"
 DESCRIPTION = """\
@@ -67,7 +68,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "message", nargs="?", metavar="MESSAGE", help="answer this and exit; - reads it from stdin"
     )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the system message (default: none, or that of Ollama's model)"
+    )
     parser.add_argument(
         "--load", type=path_of, metavar="FILE", help="continue a conversation saved with /save"
     )
@@ -112,13 +115,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Conversation:
-    conversation = Conversation(args.system)
+    conversation = Conversation(_stored_system(args.model) if args.system is None else args.system)
     if args.load is not None:
         if args.system is not None:
             raise UsageError("--load and --system do not go together: the file has its own system message")
         with usage_errors("--load: "):
             conversation.load(args.load)
     return conversation
+
+
+def _stored_system(model: Path | None) -> str | None:
+    """Return the system message that a model of Ollama has in its Modelfile, as ``ollama run`` uses it; else None."""
+    if model is None or model_of(model) is None:
+        return None
+    return find_stored(str(model).removeprefix(PREFIX)).text("system") or None
 
 
 # ---- the conversation

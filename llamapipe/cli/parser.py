@@ -109,11 +109,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _reject(self, unknown: Sequence[str]) -> NoReturn:
         message = f"unrecognized arguments: {' '.join(unknown)}"
-        wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
-        if wrong is not None:
+        wrong = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        if wrong:
             command = self.prog.rpartition(" ")[2]
             fields = vars(lp.SamplingParams)["__dataclass_fields__"] if command == "serve" else ()
-            message += about_option(wrong, command, self._option_string_actions, fields)
+            for name in dict.fromkeys(wrong):
+                hint = about_option(name, command, self._option_string_actions, fields)
+                message += hint if len(wrong) == 1 or not hint else f"; {name}: {hint.removeprefix('; ')}"
         elif "-m" in self._option_string_actions and (
             self.prog.endswith(" serve") or names_model(unknown[0])
         ):

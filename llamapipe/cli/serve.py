@@ -766,6 +766,30 @@ def announce(
             f"llamapipe: {host} can be reached from other machines, and no API key is required",
             file=sys.stderr,
         )
+    for line in _about_variables(settings):
+        print(f"llamapipe: {line}", file=sys.stderr)
+
+
+# Variables that other servers read. A deployment that moves here may count on them.
+_KEYS_ELSEWHERE = ("LLAMA_API_KEY", "VLLM_API_KEY")
+_OF_OLLAMA = tuple(
+    f"OLLAMA_{name}"
+    for name in (
+        "CONTEXT_LENGTH", "KEEP_ALIVE", "KV_CACHE_TYPE", "MAX_LOADED_MODELS", "MAX_QUEUE", "NUM_PARALLEL", "ORIGINS",
+    )
+)  # fmt: skip
+
+
+def _about_variables(settings: ServerSettings) -> Iterator[str]:
+    """Yield what to say about variables of other servers, which are not read here."""
+    for name in _KEYS_ELSEWHERE:
+        if name in os.environ and not settings.api_keys:
+            yield f"{name} is set, and no API key is required: this server reads {KEYS_VARIABLE}, or --api-key-file"
+    others = sorted(name for name in os.environ if name.startswith("LLAMA_ARG_"))
+    if settings.ollama:
+        others += [name for name in _OF_OLLAMA if name in os.environ]
+    if others:
+        yield f"these variables have no effect here: {', '.join(others)}; give options (llamapipe serve --help)"
 
 
 def _url(sock: socket) -> str:

@@ -5,6 +5,9 @@ honour raise an error that says why. The constants that the constructor takes, s
 here.
 """
 
+import sys
+from importlib.util import find_spec
+
 from llamapipe._messages import INSTEAD, quoted, unknown_attribute
 from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
@@ -29,13 +32,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> int:
-    """Return the value of a constant. Raises AttributeError, which names a replacement or the nearest name."""
+    """Return the value of a constant. Raises AttributeError, which names a replacement or the nearest name.
+
+    ``from llama_cpp import NAME`` gets an ImportError with that text: it would hide an AttributeError behind its own.
+    """
     if name in CONSTANTS:
         return CONSTANTS[name]
     if name.startswith(("llama_", "ggml_")) and name not in INSTEAD["llama_cpp"]:  # functions of llama.cpp
         what = INSTEAD["llama_cpp"]["llama_cpp"]
-        raise AttributeError(f"llamapipe.compat has no attribute {quoted(name)}; {what}", name=name)
-    raise unknown_attribute("llamapipe.compat", name, __dir__(), "llama_cpp")
+        error = AttributeError(f"llamapipe.compat has no attribute {quoted(name)}; {what}", name=name)
+    else:
+        error = unknown_attribute("llamapipe.compat", name, __dir__(), "llama_cpp")
+    asker = sys._getframe(1).f_code.co_name
+    if asker == "_handle_fromlist" and not name.startswith("__") and find_spec(f"{__name__}.{name}") is None:
+        raise ImportError(str(error), name=__name__)
+    raise error
 
 
 def __dir__() -> list[str]:

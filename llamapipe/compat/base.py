@@ -297,9 +297,14 @@ class LlamaBase:
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError, with the reason if llama-cpp-python has the name, else with the nearest name."""
+            """Return an argument of the constructor that llama-cpp-python keeps, too.
+
+            Raises AttributeError, with the reason if llama-cpp-python has the name, else with the nearest name.
+            """
             if hasattr(type(self), name):  # a property that raised
                 return object.__getattribute__(self, name)
+            if name in options.AS_GIVEN and "_options" in self.__dict__:
+                return self._options[name]
             raise _missing("Llama", name, dir(self))
 
     # ---- what is beneath

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from llamapipe._messages import explains_options
-from llamapipe.compat.base import LlamaBase
+from llamapipe.compat.base import LlamaBase, LlamaState
 from llamapipe.compat.chats import ChatCall, choice_of, schema_of, tools_of
 from llamapipe.compat.responses import (
     LogprobWriter,
@@ -23,13 +23,21 @@ from llamapipe.compat.sampling import (
     COMMON_OPTIONS,
     LlamaGrammar,
     LogitsProcessor,
+    LogitsProcessorList,
+    MinTokensLogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     most_tokens,
 )
 from llamapipe.embedding import Embedder
 from llamapipe.params import SamplingParams
 from llamapipe.text.stream import TextOffsets, prompt_offsets
 
+# Programs import these from here, as from llama_cpp.llama.
+__all__ = [
+    "Llama", "LlamaGrammar", "LlamaState", "LogitsProcessor", "LogitsProcessorList", "MinTokensLogitsProcessor",
+    "StoppingCriteria", "StoppingCriteriaList",
+]  # fmt: skip
 Answer = dict[str, Any]
 
 

@@ -62,6 +62,11 @@ _INTEGERS: Final = {
 _OF_MODEL: Final = (
     "n_gpu_layers", "main_gpu", "tensor_split", "vocab_only", "use_mmap", "use_mlock", "kv_overrides",
 )  # fmt: skip
+# The arguments that are attributes of a ``Llama``, too, as they were given.
+AS_GIVEN: Final = frozenset({
+    "draft_model", "kv_overrides", "last_n_tokens_size", "lora_base", "lora_path", "lora_scale", "n_batch", "numa",
+    "spm_infill", "tensor_split",
+})  # fmt: skip
 # Cells that requests which run together share, if one request may have fewer.
 _SHARED_CELLS: Final = 8192
 
@@ -77,14 +82,17 @@ _FILE_ROPE: Final[dict[str, tuple[float, ...]]] = {
     "yarn_beta_fast": (32.0,),
     "yarn_beta_slow": (1.0,),
 }
+_NO_HANDLER = (
+    "for images, put the projector (mmproj*.gguf) beside the model and leave chat_handler out; for text, pass "
+    "chat_format or chat_template"
+)
 REFUSED: Final[dict[str, tuple[object, str]]] = {
     "attention_type": (-1, "llamapipe takes it from the model file"),
     "offload_kqv": (True, "the KV cache is where the layers are"),
     "op_offload": (None, "llama.cpp's default holds"),
-    "swa_full": (None, "the engine chooses the cache of sliding windows"),
     "lora_base": (None, "an adapter is applied to the model itself"),
     "numa": (False, "start the process under numactl"),
-    "chat_handler": (None, "llamapipe reads no images; for text, pass chat_format or chat_template"),
+    "chat_handler": (None, _NO_HANDLER),
     "draft_model": (None, "give a path or an lp.Model; texts are guessed from themselves without it"),
     "tokenizer": (None, "the model file's tokenizer is used"),
 }
@@ -158,6 +166,7 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
         # False is llama-cpp-python's default; llama.cpp then chooses.
         "flash_attn": "on" if values["flash_attn"] else "auto",
         "draft": values.get("draft_model"),
+        "swa_full": values.get("swa_full"),
     }
     for name in ("type_k", "type_v"):
         if values[name] is not None:

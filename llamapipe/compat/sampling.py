@@ -154,7 +154,8 @@ def sampling_params(
     if grammar is not None:
         if not isinstance(grammar, LlamaGrammar):
             raise TypeError(
-                f"grammar must be a LlamaGrammar of llamapipe.compat, not {type(grammar).__name__}"
+                "grammar must be a LlamaGrammar of llamapipe.compat, such as LlamaGrammar.from_string(text), not "
+                f"{type(grammar).__name__}"
             )
         if json_schema is not None:
             raise ValueError("grammar and response_format are given; give one of them")

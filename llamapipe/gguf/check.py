@@ -364,6 +364,8 @@ def _missing(path: Path) -> str:
 def _directory(path: Path) -> str:
     names = sorted(other.name for other in path.glob("*.gguf"))[:5]
     hint = f"give one of its files: {', '.join(names)}" if names else "give the path of a .gguf file"
+    if not names and next(path.glob("*.safetensors"), None) is not None:
+        hint = f"it holds safetensors: convert it with llama.cpp's {_CONVERTER}, and give the path of the .gguf file"
     return f"{path} is a directory; {hint}"
 
 

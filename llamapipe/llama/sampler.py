@@ -274,10 +274,12 @@ class SamplerChain(Owner):
         try:
             row = logits.copy()
             for processor, with_tokens in zip(self.processors, self._with_tokens, strict=True):
-                if with_tokens:
-                    processor(self.tokens, row)
-                else:
-                    processor(row)
+                result = processor(self.tokens, row) if with_tokens else processor(row)
+                if isinstance(result, np.ndarray) and not np.may_share_memory(result, row):
+                    raise ValueError(
+                        "a logits processor returned another array, which is not used; change the row in place: "
+                        "row[:] = …"
+                    )
                 if row.shape != logits.shape:
                     raise ValueError(
                         f"a logits processor made the row {row.shape}; it must stay {logits.shape}"

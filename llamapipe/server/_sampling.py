@@ -528,7 +528,8 @@ def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale
         if at is None:
             raise ApiError(
                 400,
-                f"there is no adapter {quoted(lora.id)}; GET /lora-adapters lists {len(there)}",
+                f"there is no adapter {quoted(lora.id)}; "
+                + (f"GET /lora-adapters lists {len(there)}" if there else "start with --lora NAME=FILE"),
                 "lora",
             )
         if there[at] in scales:

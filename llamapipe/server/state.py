@@ -196,7 +196,9 @@ class ServerState(Gate):
 
     def adapter_of(self, name: str | None) -> dict[str, str]:
         """Return the field of ``SamplingParams`` that a model's name asks for; none unless it names an adapter."""
-        return {"adapter": name} if name is not None and name in self.adapter_names else {}
+        if name is None or (known := self._known_name(name, self.adapter_names)) is None:
+            return {}
+        return {"adapter": known}
 
     @property
     def loras(self) -> list[Adapter]:
@@ -223,7 +225,8 @@ class ServerState(Gate):
 
     def check_name(self, name: str | None) -> str:
         """Return the name of a model of any kind or of an adapter. Raises ApiError 404 if there is none."""
-        return self._served(name, self.all_names)
+        served = self._served(name, self.all_names)
+        return self._known_name(served, self.all_names) or served
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """Return the embedding model and its name for the answer. Raises ApiError 404."""
@@ -231,9 +234,21 @@ class ServerState(Gate):
             raise no_model("no embedding model is loaded; start with --embeddings FILE")
         return self.embedder, self._served(name, self.embedding_names)
 
+    def _known_name(self, name: str, names: tuple[str, ...]) -> str | None:
+        """Return the one of ``names`` that ``name`` is; None if it is none of them.
+
+        Ollama's lists have ``:latest`` after names, and its clients also send these names to ``/v1``.
+        """
+        if name in names:
+            return name
+        short = name.removesuffix(":latest")
+        return short if self.settings.ollama and short in names else None
+
     def _served(self, name: str | None, names: tuple[str, ...]) -> str:
         if name is None:
             return names[0]
+        if self._known_name(name, names) is not None:
+            return name
         # The front process chose this one: it also knows names that came after the start.
         if name not in names and self.settings.any_model_name:
             return names[0]

@@ -87,7 +87,9 @@ class GbnfReader:
         at = self._at if at is None else at
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
-        return InvalidRequestError(f"grammar: {what} at line {line} column {column}")
+        # A grammar of another kind, which programs that come from vLLM or guidance have.
+        hint = "" if "::=" in self._text else "; a grammar of Lark is given as lark, not as grammar"
+        return InvalidRequestError(f"grammar: {what} at line {line} column {column}{hint}")
 
     def read(self) -> Rules:
         """Return the rules of the text.

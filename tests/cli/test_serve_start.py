@@ -233,6 +233,25 @@ def test_ollamas_api_on_two_ports(tmp_path: Path) -> None:
             assert httpx.get(f"{url}/api/tags", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.parametrize("options", [(), ("--ollama",)])
+def test_variables_of_other_servers_are_named(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deployment that moves here would run without its key, or with another model."""
+    for name in ("VLLM_API_KEY", "LLAMA_ARG_MODEL", "OLLAMA_KEEP_ALIVE", "LLAMA_ARG_CTX_SIZE"):
+        monkeypatch.setenv(name, "a")
+    with ServerProcess("--n-ctx", "64", *options, cwd=tmp_path) as server:
+        server.end()
+        said = server.log()
+    names = "LLAMA_ARG_CTX_SIZE, LLAMA_ARG_MODEL" + (", OLLAMA_KEEP_ALIVE" if options else "")
+    assert f"llamapipe: these variables have no effect here: {names}; give options" in said
+    assert "VLLM_API_KEY is set, and no API key is required: this server reads LLAMAPIPE_API_KEYS, or" in said
+    monkeypatch.setenv("LLAMAPIPE_API_KEYS", "secret")
+    with ServerProcess("--n-ctx", "64", cwd=tmp_path) as server:
+        server.end()
+        assert "VLLM_API_KEY" not in server.log()
+
+
 @pytest.mark.parametrize("workers", [(), ("--workers", "1")])
 def test_a_model_of_ollama(workers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.adapters import make_adapter
 from support.bert_model import bert_model
+from support.gguf_models import sliding_window_model
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -160,6 +161,12 @@ class TestOptions:
         with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
             Llama(lp.demo_model_path(), **arguments | {name: other})
         Llama(lp.demo_model_path(), vocab_only=True, **arguments).close()
+
+    def test_sliding_windows_keep_all_cells_or_the_last(self, tmp_path: Path) -> None:
+        path = sliding_window_model(tmp_path / "window.gguf")
+        for wanted, kept in ((True, True), (False, False), (None, True)):
+            with Llama(str(path), n_ctx=64, n_seq_max=2, swa_full=wanted) as llm:
+                assert llm.engine.stats().swa_full is kept
 
     def test_a_draft_model(self, demo: lp.Model) -> None:
         for draft in (str(lp.demo_model_path()), demo):

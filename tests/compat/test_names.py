@@ -83,6 +83,17 @@ class TestConstants:
             ("from llama_cpp.llama_chat_format import Llava15ChatHandler", "ImportError", "chat_format"),
             ("from llama_cpp.llama_cpp import llama_decode", "ImportError", "llamapipe.Pipeline"),
             ("import llama_cpp; llama_cpp.llama_decode", "AttributeError", "llamapipe.Pipeline"),
+            ("from llama_cpp import llama_decode", "ImportError", "llamapipe.Pipeline"),
+            ("from llama_cpp import llama_supports_gpu_offload", "ImportError", "llamapipe doctor"),
+            ("from llama_cpp import ChatCompletionRequestMessage", "ImportError", "plain dicts"),
+            ("from llama_cpp import LlamaGrammer", "ImportError", "did you mean LlamaGrammar"),
+            ("from llama_cpp import LLAMA_DEFAULT_SEED", "ImportError", "leave seed out"),
+            ("from llama_cpp.llama_chat_format import Qwen25VLChatHandler", "ImportError", "mmproj"),
+            (
+                "from llama_cpp.llama_tokenizer import LlamaHFTokenizer",
+                "ImportError",
+                "the model file's tokenizer",
+            ),
             ("import llama_cpp; llama_cpp.LlamaPromptLookupDecoding", "AttributeError", "draft_model"),
         ],
     )
@@ -90,6 +101,17 @@ class TestConstants:
         replaced = "import sys\nfrom llamapipe import compat\nsys.modules['llama_cpp'] = compat\n"
         said = run_script(f"{replaced}try:\n    exec({code!r})\nexcept {error} as e:\n    print(e)\n")
         assert message in said
+
+    def test_modules_have_the_names_that_programs_import_from_them(self) -> None:
+        said = run_script(
+            "import sys\nfrom llamapipe import compat\nsys.modules['llama_cpp'] = compat\n"
+            "from llama_cpp.llama import Llama, LlamaState, LogitsProcessorList, StoppingCriteriaList\n"
+            "from llama_cpp.llama_grammar import LlamaGrammar\nfrom llama_cpp.llama_cache import LlamaRAMCache\n"
+            "from llama_cpp.llama_tokenizer import LlamaTokenizer\nfrom llama_cpp import llama_chat_format\n"
+            "print(LlamaGrammar is compat.LlamaGrammar, LogitsProcessorList is compat.LogitsProcessorList,\n"
+            "      hasattr(compat, 'llama_decode'))"
+        )
+        assert said == "True True False\n"
 
     def test_no_library_is_loaded_for_them(self) -> None:
         said = run_script(
@@ -104,6 +126,18 @@ class TestAttributes:
         assert llm.cache is None and llm.chat_handler is None
         assert llm.tokenizer_ is llm.tokenizer()
         assert LlamaRAMCache(5).cache_size == 0
+
+    def test_arguments_of_the_constructor(self) -> None:
+        with Llama(lp.demo_model_path(), vocab_only=True, n_batch=64, lora_scale=0.5, spm_infill=True) as llm:
+            kept: Any = llm
+            assert (kept.n_batch, kept.lora_scale, kept.spm_infill, kept.tensor_split) == (
+                64,
+                0.5,
+                True,
+                None,
+            )
+            with pytest.raises(AttributeError, match=r"no 'n_threads' here: .*stats\(\)\.n_threads"):
+                _ = kept.n_threads
 
     @pytest.mark.parametrize("name", ["context_params", "model_params", "_scores", "_ctx", "_batch"])
     def test_those_that_are_missing(self, llm: Any, name: str) -> None:

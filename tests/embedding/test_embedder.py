@@ -330,6 +330,22 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             lp.Embedder(file_and_bert[0], **options)
 
+    def test_options_of_other_libraries(self, file_and_bert: tuple[Path, Bert]) -> None:
+        with lp.Embedder(file_and_bert[0], n_seq_max=1) as embedder:
+            calls: Any = embedder
+            for call, name, hint in (
+                (calls.embed, "use_tqdm", "use progress"),
+                (calls.embed, "pooling_params", r"Embedder\(model, pooling=…\)"),
+                (calls.rerank, "truncate_prompt_tokens", "use truncate"),
+                (
+                    lambda *texts, **options: asyncio.run(calls.aembed(*texts, **options)),
+                    "normalise",
+                    "normalize",
+                ),
+            ):
+                with pytest.raises(TypeError, match=rf"has no option '{name}'; .*{hint}"):
+                    call("a", ["b"], **{name: 1})
+
     def test_an_engine_names_the_embedder(self, file_and_bert: tuple[Path, Bert]) -> None:
         with pytest.raises(ValueError, match=r"lp\.Embedder"):
             lp.Engine(file_and_bert[0])

@@ -344,6 +344,11 @@ def test_a_missing_file_is_refused_with_its_neighbours(tmp_path: Path) -> None:
 
 def test_a_directory_is_refused_with_its_files(tmp_path: Path) -> None:
     assert refusal(tmp_path).endswith("is a directory; give the path of a .gguf file")
+    (tmp_path / "model.safetensors").touch()  # what vLLM and transformers load
+    assert (
+        "is a directory; it holds safetensors: convert it with llama.cpp's convert_hf_to_gguf.py"
+        in refusal(tmp_path)
+    )
     (tmp_path / "a.gguf").touch()
     assert refusal(tmp_path).endswith("is a directory; give one of its files: a.gguf")
 

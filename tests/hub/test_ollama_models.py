@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from support.ollama_store import put_model
-from support.run_script import run_script
+from support.run_script import environment, run_script
 from support.served import http_client
 
 import llamapipe as lp
 from llamapipe import ollama_models
 from llamapipe.cli import main
+from llamapipe.cli._models_file import entries_of
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored, names_of, shown_name, stored_models
 from llamapipe.server import ServerSettings, serve
@@ -129,6 +132,25 @@ def test_models_that_cannot_be_loaded(store: Path) -> None:
     with pytest.raises(ModelLoadError, match="is missing; pull the model again"):
         find_stored("half")
     assert stored_models() == []
+
+
+def test_a_list_of_all_models_says_which_are_left_out(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients get 404 for them, as for a name that nobody knows."""
+    put_model(store, f"{LIBRARY}/demo/latest", b"GGUF")
+    put_model(store, f"{LIBRARY}/tuned/latest", b"GGUF", adapter="GGUF")
+    put_model(store, f"{LIBRARY}/cloud/latest", None)
+    assert [entry.name for entry in entries_of(["ollama:"])] == ["demo"]
+    cloud, tuned = capsys.readouterr().err.splitlines()
+    left_out = "llamapipe: --models: left out: "
+    assert (
+        cloud
+        == f"{left_out}cloud:latest of Ollama has no GGUF file: it runs elsewhere, or is in another format"
+    )
+    assert (
+        tuned.startswith(f"{left_out}tuned:latest of Ollama has an adapter") and "--lora NAME=FILE" in tuned
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -252,6 +274,34 @@ def test_commands(demo_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["generate", "-m", name, "Once"]) in (1, 2)
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "system"),
+    [
+        (["run", "mario"], "You are Mario."),
+        (["chat", "-m", "ollama:mario"], "You are Mario."),
+        (["run", "mario", "--system", "Be brief."], "Be brief."),
+        (["run", "demo"], None),
+    ],
+)
+def test_a_conversation_has_the_system_message_of_the_modelfile(
+    demo_store: Path, tmp_path: Path, arguments: list[str], system: str | None
+) -> None:
+    pytest.importorskip("jinja2")
+    saved = tmp_path / "saved.json"
+    subprocess.run(
+        [sys.executable, "-m", "llamapipe", *arguments, "-n", "2"],
+        input=f"Hi\n/save {saved}\n".encode(),
+        env=environment({"OLLAMA_MODELS": str(demo_store)}),
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    first = json.loads(saved.read_text())[0]
+    assert first == (
+        {"role": "user", "content": "Hi"} if system is None else {"role": "system", "content": system}
+    )
 
 
 def test_doctor_and_serve(demo_store: Path) -> None:

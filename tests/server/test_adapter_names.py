@@ -215,6 +215,10 @@ def test_ollamas_api_has_adapters_as_models(engine: lp.Engine) -> None:
             answer = client.post("/api/chat", json=body).json()
             expected = engine.chat("Hi", lp.SamplingParams(adapter=adapter, **SAMPLED)).content
             assert answer["message"]["content"] == expected
+        for name, adapter in (("a:latest", "a"), ("demo:latest", None)):
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"] == text(engine, adapter)
         copied = client.post("/api/copy", json={"source": "a", "destination": "c"})
         assert copied.status_code == 400 and "adapter, which has one name" in copied.json()["error"]
 

@@ -396,6 +396,20 @@ class TestNames:
     def test_with_and_without_latest(self, client: httpx.Client, name: str) -> None:
         assert whole(client, "/api/chat", {**CHAT, "model": name})["model"] == name
 
+    def test_names_of_ollamas_lists_in_other_apis(self, client: httpx.Client, engine: lp.Engine) -> None:
+        """Programs list models with /api/tags and chat with /v1."""
+        question = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            answer = client.post(path, json={"model": "demo:latest", **question})
+            assert (answer.status_code, answer.json()["model"]) == (200, "demo:latest")
+        models = [client.get(f"/v1/models/{name}").json() for name in ("demo:latest", "demo", "bert:latest")]
+        assert models[0] == models[1] and models[2]["id"] == "bert"
+        assert client.post("/v1/embeddings", json={"model": "bert:latest", "input": "a"}).status_code == 200
+        assert client.post("/v1/messages", json={"model": "tagged:latest", **question}).status_code == 404
+        with http_client(engine, model_names=("demo",)) as other:
+            body = {"model": "demo:latest", **question}
+            assert other.post("/v1/chat/completions", json=body).status_code == 404
+
     @on_both
     @pytest.mark.parametrize("name", ["tagged", "tagged:latest", "demo:1b", "other", "", "a" * 5000])
     def test_others_are_not_found(

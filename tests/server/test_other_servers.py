@@ -44,6 +44,11 @@ class TestPaths:
             ("GET", "/api/tags", "use /v1/models"),
             ("POST", "/api/pull", "with -m"),
             ("GET", "/v1", "/v1/models lists the models"),
+            ("POST", "/api/create", "--system @FILE, --temp T and others, --lora NAME=FILE"),
+            ("GET", "/readyz", "use /health"),
+            ("GET", "/docs", "/openapi.json describes the routes"),
+            ("GET", "/load", "/metrics and /slots"),
+            ("POST", "/classify", "use /v1/rerank"),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/Completions", "did you mean /v1/completions?"),
@@ -203,6 +208,11 @@ class TestFields:
             ("/v1/chat/completions", "enable_thinking", "use chat_template_kwargs"),
             ("/v1/chat/completions", "timeout", "--timeout sets it"),
             ("/v1/completions", "tfs_z", "leave it out"),
+            ("/v1/chat/completions", "best_of", "use n and logprobs"),
+            ("/v1/chat/completions", "logprob_token_ids", "use top_logprobs"),
+            ("/v1/chat/completions", "random_seed", "use seed"),
+            ("/v1/completions", "detokenize", "leave it out"),
+            ("/v1/chat/completions", "speculative.n_max", "speculate switches it off"),
             ("/v1/responses", "messages", "use input"),
             ("/v1/responses", "system", "use instructions"),
             ("/v1/responses", "response_format", "use text (its member format)"),
@@ -220,6 +230,10 @@ class TestFields:
         error = refused(client, path, {**bodies[path], field: 1})
         assert error["message"].startswith(f"unknown field: {field}; ")
         assert hint in error["message"]
+
+    def test_an_adapter_of_a_server_without_any(self, client: httpx.Client) -> None:
+        error = refused(client, "/v1/completions", {**dict(ROUTES)["/v1/completions"], "lora": [{"id": 0}]})
+        assert error["message"] == "there is no adapter 0; start with --lora NAME=FILE"
 
     @pytest.mark.parametrize(
         ("path", "change", "message"),

@@ -86,6 +86,7 @@ REFUSED = {
     "not closed": ('root ::= ("a"\nb ::= "c"', r"expected \) at line 2 column 3"),
     "sign": ('root = "a"', "expected ::= at line 1 column 6"),
     "no name": ('::= "a"', "expected the name of a rule"),
+    "Lark": ('?start: "a"', "expected the name of a rule at line 1 column 1; a grammar of Lark is given as lark"),
     "token id": ("root ::= <[99999]>", "token 99999; this vocabulary has the ids 0 to 2399"),
     "long token id": ("root ::= <[99999999999999999999]>", "expected a token id"),
     "token": ("root ::= <|nobody|>", "is not one token of this vocabulary at line 1 column 10"),

@@ -104,10 +104,11 @@ class ChatBuilder:
         return f"<ChatBuilder of {self._model!r}>"
 
     def items(
-        self, messages: Any, params: SamplingParams | None, options: ChatOptions
+        self, messages: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: ChatOptions
     ) -> tuple[list[CheckedChat], bool]:
         """Check each conversation. Return them all, and whether a single one was given.
 
+        ``params``: for all conversations, or a list with one for each.
         Raises TypeError, ValueError and InvalidRequestError; errors in a list name the conversation's index.
         """
         from llamapipe.chat.tools import check_tools
@@ -115,12 +116,21 @@ class ChatBuilder:
         conversations, single = _conversations(messages)
         if options.tools is not None:  # once for all conversations: they may come from a generator
             options = options._replace(tools=check_tools(options.tools))
+        if single or not isinstance(params, (list, tuple)):
+            all_params: Sequence[Any] = [params] * len(conversations)
+        elif len(params) != len(conversations):
+            raise ValueError(
+                f"there are {len(conversations)} conversations and {len(params)} params; give one for all, or one for "
+                "each"
+            )
+        else:
+            all_params = params
         if single:
-            return [self.item(conversations[0], params, options)], True
+            return [self.item(conversations[0], all_params[0], options)], True
         items = []
-        for index, conversation in enumerate(conversations):
+        for index, (conversation, own) in enumerate(zip(conversations, all_params, strict=True)):
             try:
-                items.append(self.item(conversation, params, options))
+                items.append(self.item(conversation, own, options))
             except (TypeError, ValueError) as e:
                 raise with_prompt_index(e, index) from None
         return items, False

@@ -55,6 +55,18 @@ class TestAnswers:
             engine.chat(text, GREEDY).content for text in texts
         ]
 
+    def test_each_conversation_may_have_its_params(self, engine: lp.Engine) -> None:
+        params = [lp.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 5, 3)]
+        assert [a.n_completion_tokens for a in engine.chat(["One", "Two", "Three"], params)] == [1, 5, 3]
+        with pytest.raises(
+            ValueError, match="there are 2 conversations and 3 params; give one for all, or one for"
+        ):
+            engine.chat(["One", "Two"], params)
+        with pytest.raises(TypeError, match=r"params must be SamplingParams, not list$"):
+            engine.chat("One", params)
+        with pytest.raises(TypeError, match=r"not int \(prompt 1 of the list\)"):
+            engine.chat(["One", "Two"], [params[0], 5])  # type: ignore[list-item]
+
     def test_a_stream_joins_to_the_answer(self, engine: lp.Engine) -> None:
         parts = list(engine.stream_chat(HELLO, GREEDY))
         answer = engine.chat(HELLO, GREEDY)

@@ -454,6 +454,17 @@ class TestProcessors:
         with pytest.raises(ValueError, match=r"made the row \(0,\)"):
             engine.generate(START, wild(logits_processors=[shrink]))
 
+    def test_one_that_returns_another_array(self, engine: lp.Engine) -> None:
+        """As those of transformers do: what they return would be ignored."""
+
+        def favour(tokens: list[int], row: Row) -> Row:
+            return row + np.eye(1, len(row), 300, dtype=np.float32)[0] * 100
+
+        with pytest.raises(ValueError, match=r"returned another array, which is not used; .* row\[:\] = "):
+            engine.generate(START, wild(logits_processors=[favour]))
+        for same in (lambda row: row, lambda row: row[:5], lambda row: np.float32(row[0])):
+            assert engine.generate(START, wild(logits_processors=[same], max_tokens=2, ignore_eos=True)).text
+
 
 class TestSamplers:
     """Every sampler of llama.h is reachable and does what it is named after."""

@@ -261,6 +261,10 @@ class KvCache:
         """Return the approximate size in bytes of ``n`` saved cells."""
         return int(n * self._cell_bytes) + self._fixed_bytes
 
+    def n_saved_cells(self, key: int) -> int:
+        """Return the number of cells that are saved under a key; 0 if they were dropped."""
+        return self._saved[key].n if key in self._saved else 0
+
     def has(self, cells: Cells) -> bool:
         """Return whether saved cells are still there."""
         return cells.key in self._saved

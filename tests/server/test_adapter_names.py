@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from support.adapters import make_adapter, make_control_vector
+from support.control import PATIENCE_S, wait_until
 from support.served import http_client
 
 import llamapipe as lp
@@ -269,6 +271,31 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
         assert client.post("/v1/completions", json=body).status_code == 404
         assert load("c", folder / "c.gguf").status_code == 200
         assert unload("c").status_code == 200
+    assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
+
+
+def test_a_load_that_ends_after_its_request_can_be_undone(
+    tmp_path: Path, engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_adapter(tmp_path / "c.gguf", lp.demo_model_path(), seed=7)
+    load_adapter, may_load = engine.model.load_adapter, threading.Event()
+
+    def load_later(path: Path, name: str) -> lp.Adapter:
+        may_load.wait(PATIENCE_S)
+        return load_adapter(path, name)
+
+    monkeypatch.setattr(engine.model, "load_adapter", load_later)
+    with http_client(engine, model_names=("demo",), lora_path=tmp_path, timeout_s=0.2) as client:
+
+        def unload() -> httpx.Response:
+            return client.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
+
+        body = {"lora_name": "c", "lora_path": "c.gguf"}
+        assert client.post("/v1/load_lora_adapter", json=body).status_code == 504
+        assert unload().status_code == 404
+        may_load.set()
+        wait_until(lambda: engine.adapters[2:])
+        wait_until(lambda: unload().status_code == 200)
     assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
 
 

@@ -231,6 +231,16 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
             }
             for result in expected
         ]
+        # Both names ask for the texts, in both formats.
+        texts = {"query": "the fox", "texts": TEXTS, "return_documents": True}
+        assert [entry["text"] for entry in httpx.post(f"{server.url}/rerank", json=texts).json()[:3]] == [
+            TEXTS[ranked.index] for ranked in expected
+        ]
+        named = {"query": "the fox", "documents": TEXTS, "return_text": True}
+        results = httpx.post(f"{server.url}/rerank", json=named).json()["results"]
+        assert [entry["document"]["text"] for entry in results[:3]] == [
+            TEXTS[ranked.index] for ranked in expected
+        ]
         others: tuple[dict[str, Any], ...] = ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False})
         for other in others:
             assert httpx.post(f"{server.url}/rerank", json={**texts, **other}).status_code == 400

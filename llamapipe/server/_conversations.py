@@ -51,7 +51,10 @@ async def get_response(exchange: Exchange) -> Response:
     store = store_of(exchange)
     parameters = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
     after = parameters.get("starting_after")
-    if parameters.get("stream", "false").lower() not in ("false", "0"):
+    stream = parameters.get("stream", "false").lower()
+    if stream not in ("true", "1", "false", "0"):
+        raise ApiError(400, f"stream is {quoted(parameters['stream'])}; it must be true or false", "stream")
+    if stream in ("true", "1"):
         if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
@@ -183,7 +186,7 @@ def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
     check_n_messages(exchange.gate, items, "items")
-    check_items(items := await resolved(exchange, items))
+    check_items(items := await resolved(exchange, items, "items"))
     return items
 
 

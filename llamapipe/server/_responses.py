@@ -376,7 +376,8 @@ async def _opened(
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
     text = request.input
-    items = await resolved(exchange, [{"role": "user", "content": text}] if isinstance(text, str) else text)
+    sent = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    items = await resolved(exchange, sent, "input")
     await kept.load(len(items))
     return kept, items
 

@@ -158,6 +158,9 @@ def test_a_reference_stands_for_an_item(client: openai.OpenAI, engine: lp.Engine
     assert answer.output_text == expected.content
     with pytest.raises(openai.NotFoundError, match="Item with id 'msg_none' not found"):
         client.responses.create(**OPTIONS, input=[{"type": "item_reference", "id": "msg_none"}])
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.conversations.create(items=[{"type": "item_reference", "id": "msg_none"}])
+    assert caught.value.param == "items"
 
 
 def test_items_in_pages(client: openai.OpenAI) -> None:
@@ -193,6 +196,23 @@ def test_wrong_pages_are_refused(client: openai.OpenAI, query: str, field: str) 
     with pytest.raises(openai.BadRequestError) as caught:
         client.get(f"/conversations/{conversation.id}/items?{query}", cast_to=object)
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("stream=banana", "stream"),
+        ("stream=", "stream"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("starting_after=1", "starting_after"),
+        ("streem=true", "streem"),
+    ],
+)
+def test_wrong_queries_for_an_answer_are_refused(client: openai.OpenAI, query: str, field: str) -> None:
+    answer = client.responses.create(**OPTIONS, input="Hello")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.get(f"/responses/{answer.id}?{query}", cast_to=object)
+    assert (caught.value.param, "stream: true" in str(caught.value)) == (field, False)
 
 
 def test_a_page_after_an_item_that_is_not_there(client: openai.OpenAI) -> None:
@@ -273,6 +293,7 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
         ("conversations", {"metadata": {f"a{i}": "b" for i in range(17)}}, "metadata"),
         ("conversations/conv_1/items", {"items": []}, "items"),
         ("responses", {**OPTIONS, "input": "a", "conversation": {"no": "id"}}, "conversation"),
+        ("responses", {**OPTIONS, "input": "a", "conversation": {"id": "conv_1", "x": 1}}, "conversation"),
         (
             "responses",
             {**OPTIONS, "input": "a", "conversation": "conv_1", "previous_response_id": MISSING},

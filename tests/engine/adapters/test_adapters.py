@@ -344,15 +344,25 @@ def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: li
     with engine_of(model, adapters=[a]) as engine:
         engine.generate(PROMPT, params("a"))
         for choice, message in (("b", "no adapter 'b'; loaded are: 'a'"), (b, "is not one of Engine")):
-            with pytest.raises(InvalidRequestError, match=message):
-                engine.generate(PROMPT, params(choice))
+            for scaled in (choice, {choice: 0}):  # one that is scaled by 0 must be there, too
+                with pytest.raises(InvalidRequestError, match=message):
+                    engine.generate(PROMPT, params(scaled))
     with lp.Model(path) as second, second.load_adapter(files[0]) as foreign, engine_of(model) as engine:
+        for scale in (0, 1):
+            with pytest.raises(InvalidRequestError, match="loaded for another model"):
+                engine.generate(PROMPT, params({foreign: scale}))
         with pytest.raises(InvalidRequestError, match="loaded for another model"):
             engine.generate(PROMPT, params(foreign))
-        with pytest.raises(InvalidRequestError, match="twice"):
-            engine.generate(PROMPT, params({"a": 1, a: 2}))
-    for wrong, error in (("a", TypeError), ([3], TypeError), (["no"], InvalidRequestError)):
-        with pytest.raises(error):
+        for scale in (0, 1):
+            with pytest.raises(InvalidRequestError, match="twice"):
+                engine.generate(PROMPT, params({"a": scale, a: 2}))
+    for wrong, error in (
+        ("a", TypeError),
+        ([3], TypeError),
+        (None, TypeError),
+        (["no"], InvalidRequestError),
+    ):
+        with pytest.raises(error, match="adapter"):
             engine_of(model, adapters=wrong)
 
 

@@ -108,6 +108,8 @@ def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
     assert content(lora=[scaled]) == text(engine, {"a": 0.5})
     assert content(lora=[scaled, {"id": 1}]) == text(engine, {"a": 0.5, "b": 1.0})
     assert content(lora=[{"id": "b"}]) == content(model="b") == text(engine, "b")
+    listed = client.get("/lora-adapters").json()
+    assert content(lora=[{**entry, "scale": 0.5} for entry in listed]) == text(engine, {"a": 0.5, "b": 0.5})
 
 
 def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.Engine) -> None:
@@ -129,14 +131,19 @@ def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.
         ({"lora": [{"id": 2}]}, "there is no adapter 2; GET /lora-adapters lists 2"),
         ({"lora": [{"id": 0}, {"id": 0}]}, "names the adapter 0 twice"),
         ({"lora": [{"id": 0}], "model": "a"}, "lora chooses others"),
-        ({"lora": [{"id": 0, "scale": 1e9}]}, "the scale of"),
+        (
+            {"lora": [{"id": 0, "scale": 1e9}]},
+            "lora: the scale of 0 is 1000000000.0; it must be from -1000 to",
+        ),
+        ({"lora": [{"id": 0, "sclae": 0.5}]}, "sclae"),
         ({"lora": [{"id": "c"}]}, "there is no adapter 'c'; GET /lora-adapters lists 2"),
     ],
 )
 def test_wrong_choices_are_refused(client: httpx.Client, more: dict[str, Any], message: str) -> None:
     answer = client.post("/completion", json={"prompt": PROMPT, "n_predict": 2, **more})
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert message in error["message"] and error["param"].startswith("lora")
 
 
 def test_a_control_vector_is_a_model_too(tmp_path: Path, client: httpx.Client, engine: lp.Engine) -> None:

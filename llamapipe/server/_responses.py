@@ -153,9 +153,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return (*aside, *(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
-        """Raise ApiError 400 for stream options without a stream."""
+        """Raise ApiError 400 for stream options without a stream, and for a negative number."""
         if self.stream_options is not None and self.stream is None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
+        if (most := self.max_tool_calls) is not None and most < 0:
+            raise ApiError(400, f"max_tool_calls is {most}; it must be 0 or more", "max_tool_calls")
 
 
 def check_include(names: Sequence[str]) -> list[str]:
@@ -474,10 +476,12 @@ class _Answer:
             kept.id, fields, vocab, _NO_TOOLS, exchange.times, mcp.item, is_stream
         )
         self._job: ChatJob | None = None
+        self._approved: list[Item] = []  # calls of tools to run first
         self._n_input = self._n_cached = 0
 
     def prepare(self) -> None:
         self._encoder.tools = _tools(self._exchange, self._request, self._mcp)
+        self._approved = self._mcp.approved([*self._kept.earlier, *self._given])
         self._job = self._next_job()
 
     def _next_job(self) -> ChatJob:
@@ -556,7 +560,7 @@ class _Answer:
             encoder.fill(mcp.list_item(wanted))
             yield encoder.progress("mcp_list_tools.completed") + encoder.close()
         self.prepare()  # a wrong request is refused before any tool is run
-        for item in mcp.approved(items):
+        for item in self._approved:
             yield SUBMITTED
             yield encoder.open(item) + encoder.close()
         calls = encoder.take_calls()

@@ -250,7 +250,12 @@ class Embedder(AsyncOwner):
         n = len(before) + len(middle) + len(after)
         if n > self.n_ctx:
             room = self.n_ctx - len(before) - len(after)
-            if not truncate or room < 1:
+            if truncate and room < 1:
+                raise InvalidRequestError(
+                    f"the query has {n - len(middle)} tokens with those around it, which leave no room for a document; "
+                    f"n_ctx is {self.n_ctx}: shorten the query"
+                )
+            if not truncate:
                 raise InvalidRequestError(
                     f"document {index} has {n} tokens with the query; n_ctx is {self.n_ctx}: shorten it, "
                     "or set truncate to cut it"

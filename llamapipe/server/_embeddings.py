@@ -214,7 +214,8 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     try:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), name, code_of(e)) from None
+        field = "query" if str(e).startswith("the query") else name
+        raise ApiError(400, str(e), field, code_of(e)) from None
     n_tokens = sum(rank.n_tokens for rank in ranked)
     exchange.count(n_tokens, 0)
     returns_text = request.return_text or request.return_documents

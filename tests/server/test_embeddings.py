@@ -222,6 +222,9 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
         for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
+        long = {**body, "query": "the fox " * 40, "truncate": True}
+        error = httpx.post(f"{server.url}/v1/rerank", json=long).json()["error"]
+        assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
         texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
         assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
             {

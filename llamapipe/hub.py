@@ -135,7 +135,6 @@ def _listed(names: list[str]) -> str:
 
 _log = logging.getLogger("llamapipe")
 _OUT_OF_ORDER = (429, 500, 502, 503, 504)  # statuses that do not say that the model is not there
-# Errors of this machine's disk, not of the connection.
 _LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -176,7 +175,7 @@ def model_file(
                 response = e.response if isinstance(e, hub.errors.HfHubHTTPError) else None
                 if response is not None and response.status_code not in _OUT_OF_ORDER:
                     raise
-                if isinstance(e, OSError) and e.errno in _LOCAL:
+                if _is_local(e):
                     raise
                 with suppress(ModelLoadError, ValueError):
                     path = _cached(hub, repo_id, filename, revision, where)
@@ -298,6 +297,11 @@ def _bars(hub: Any, shown: bool) -> Iterator[None]:
         hub.utils.enable_progress_bars()
 
 
+def _is_local(error: Exception) -> bool:
+    """Return whether an error is of this machine's disk, not of the connection."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in _LOCAL)
+
+
 def _reason(hub: Any, error: Exception) -> str:
     """Return one line on what a user can do about an error of the library."""
     errors = hub.errors
@@ -309,6 +313,11 @@ def _reason(hub: Any, error: Exception) -> str:
         return "there is no such revision"
     if isinstance(error, ConnectionError):
         return f"{error}, and the cache of this machine has no such model"
+    if _is_local(error):
+        cache = hub.constants.HF_HUB_CACHE
+        return (
+            f"the file could not be written ({error}): {cache} must be writable and have room, or set HF_HOME"
+        )
     text = str(error).strip().splitlines()
     return f"the hub did not answer as expected: {text[0] if text else type(error).__name__}"
 

@@ -336,6 +336,13 @@ print("status", main(sys.argv[1:]))
 """
 
 
+def test_a_file_that_cannot_be_written(hub: SmallHub, tmp_path: Path) -> None:
+    (tmp_path / "hub").touch()  # where a folder is needed
+    out = loaded(hub, tmp_path, "some/single")
+    assert out.startswith("ModelLoadError some/single: the file could not be written ([Errno")
+    assert out.endswith(f"{tmp_path / 'hub'} must be writable and have room, or set HF_HOME")
+
+
 BOTH = """
 from llamapipe.hub import cached_models, delete, model_file
 names = ["m.gguf", "m-00001-of-00002.gguf"]

@@ -23,7 +23,7 @@ from support.gguf_models import (
 )
 
 import llamapipe as lp
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import DecodeError, InvalidRequestError
 
 PROMPT = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47, 88, 130, 42, 51, 66, 73, 81]
 CHOICES: tuple[dict[str | lp.Adapter, float] | str | None, ...] = (
@@ -364,6 +364,15 @@ def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: li
     ):
         with pytest.raises(error, match="adapter"):
             engine_of(model, adapters=wrong)
+
+
+def test_a_scale_that_is_too_large_is_named(tmp_path: Path, model: lp.Model, path: Path) -> None:
+    file = make_adapter(tmp_path / "huge.gguf", path, strength=1e18)
+    with model.load_adapter(file, "huge"), engine_of(model) as engine:
+        with pytest.raises(DecodeError, match=r"or the scale of an adapter is too large$"):
+            engine.generate(PROMPT, params({"huge": 1000}))
+        assert engine.generate(PROMPT, params()).token_ids
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize(

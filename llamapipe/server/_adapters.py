@@ -49,16 +49,19 @@ async def load(exchange: Exchange, request: LoadRequest) -> Response:
     name = request.lora_name
     if name in state.all_names:
         raise ApiError(400, f"{quoted(name)} is the name of another model or adapter here", "lora_name")
-    if len(state.loaded_adapters) >= _MOST_LOADED:
+    if len(state.loaded_adapters.keys() | state.loading_adapters) >= _MOST_LOADED:
         raise ApiError(
             400, f"{_MOST_LOADED} adapters are loaded, which is the limit; unload one", "lora_name"
         )
+    state.loading_adapters.add(name)
     try:
         await state.in_thread(_load, state, path, name)
     except ModelLoadError as e:
         raise ApiError(400 if os.path.lexists(path) else 404, str(e), "lora_path") from None
     except ValueError as e:  # its name is taken, or too long
         raise ApiError(400, str(e), "lora_name") from None
+    finally:
+        state.loading_adapters.discard(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

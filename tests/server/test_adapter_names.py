@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,24 @@ def test_a_load_that_ends_after_its_request_can_be_undone(
         may_load.set()
         wait_until(lambda: engine.adapters[2:])
         wait_until(lambda: unload().status_code == 200)
+    assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
+
+
+def test_the_limit_holds_for_loads_at_the_same_time(tmp_path: Path, engine: lp.Engine) -> None:
+    make_adapter(tmp_path / "c.gguf", lp.demo_model_path(), seed=7)
+    with (
+        http_client(engine, model_names=("demo",), lora_path=tmp_path) as client,
+        ThreadPoolExecutor(16) as threads,
+    ):
+
+        def load(i: int) -> int:
+            body = {"lora_name": f"c{i}", "lora_path": "c.gguf"}
+            return client.post("/v1/load_lora_adapter", json=body).status_code
+
+        statuses = list(threads.map(load, range(80)))
+        assert (statuses.count(200), statuses.count(400)) == (64, 16)
+        for i in range(80):
+            client.post("/v1/unload_lora_adapter", json={"lora_name": f"c{i}"})
     assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
 
 

@@ -20,7 +20,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._job import encoded
 from llamapipe.server._kept import Kept, kept_of, resolved
-from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
+from llamapipe.server._limits import CHAT_TOP, check_metadata, check_n_messages, check_top
 from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -377,6 +377,8 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
+    if kept.is_stored:
+        check_metadata(request.metadata)
     text = request.input
     sent = [{"role": "user", "content": text}] if isinstance(text, str) else text
     items = await resolved(exchange, sent, "input")

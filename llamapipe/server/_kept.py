@@ -88,6 +88,8 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
             "previous_response_not_found",
         )
     kind = "Response" if error.kind == "answer" else error.kind.capitalize()
+    if param == "after" and error.kind != "item":  # what is to be listed is named in the path
+        param = None
     return ApiError(404, f"{kind} with id {quoted(error.id)} not found", param, "not_found")
 
 

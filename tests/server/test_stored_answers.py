@@ -217,8 +217,12 @@ def test_wrong_queries_for_an_answer_are_refused(client: openai.OpenAI, query: s
 
 def test_a_page_after_an_item_that_is_not_there(client: openai.OpenAI) -> None:
     conversation = client.conversations.create()
-    with pytest.raises(openai.NotFoundError, match="Item with id 'x' not found"):
+    with pytest.raises(openai.NotFoundError, match="Item with id 'x' not found") as caught:
         client.conversations.items.list(conversation.id, after="x")
+    assert caught.value.param == "after"
+    with pytest.raises(openai.NotFoundError, match="Conversation with id 'conv_1' not found") as caught:
+        client.conversations.items.list("conv_1", after="x")
+    assert caught.value.param is None
 
 
 def test_a_conversation_keeps_its_items(client: openai.OpenAI, engine: lp.Engine) -> None:

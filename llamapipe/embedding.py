@@ -27,7 +27,7 @@ import numpy.typing as npt
 from llamapipe._engine.runtime.compute_threads import ThreadTuner, make_tuner
 from llamapipe._messages import explains_options
 from llamapipe.arguments import check_flag, check_tokens, from_column
-from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.host.at_exit import close_at_exit, end_thread_at_exit, forget
 from llamapipe.host.memory import return_freed_memory
 from llamapipe.llama.embedding_context import EmbeddingContext
@@ -161,7 +161,8 @@ class Embedder(AsyncOwner):
 
         Blocks until all are computed; Ctrl-C drops the texts that are not computed yet. Any thread. Raises TypeError or
         ValueError for bad texts and options, InvalidRequestError for a reranker and for texts that are empty or too
-        long, ImportError for ``progress`` without tqdm, EngineClosedError, BackendError if llama.cpp fails.
+        long, ImportError for ``progress`` without tqdm, EngineClosedError, BackendError if llama.cpp fails, DecodeError
+        if a damaged model computes numbers that are not finite.
         """
         single, tokens = self._checked(texts, truncate)
         bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
@@ -253,7 +254,12 @@ class Embedder(AsyncOwner):
         n = len(before) + len(middle) + len(after)
         if n > self.n_ctx:
             room = self.n_ctx - len(before) - len(after)
-            if not truncate or room < 1:
+            if truncate and room < 1:
+                raise InvalidRequestError(
+                    f"the query has {n - len(middle)} tokens with those around it, which leave no room for a document; "
+                    f"n_ctx is {self.n_ctx}: shorten the query"
+                )
+            if not truncate:
                 raise InvalidRequestError(
                     f"document {index} has {n} tokens with the query; n_ctx is {self.n_ctx}: shorten it, "
                     "or set truncate to cut it"
@@ -545,12 +551,24 @@ class Worker:
             rows = self._context.compute(texts)
             if tuner is not None:
                 tuner.launched(sum(map(len, texts)))
+            rows = [
+                row if np.isfinite(row).all() else self._context.compute_alone(text)
+                for text, row in zip(texts, rows, strict=True)
+            ]
         except BaseException as e:
             for call in {call: None for call, _, _ in batch}:
                 call.waiting.clear()
                 call.answer(e)
             return
+        failed = {
+            call: None for (call, _, _), row in zip(batch, rows, strict=True) if not np.isfinite(row).all()
+        }
+        for call in failed:
+            call.waiting.clear()
+            call.answer(DecodeError("a vector is not finite; the model or its weights are damaged"))
         for (call, index, _), row in zip(batch, rows, strict=True):
+            if call in failed:
+                continue
             call.rows[index] = row
             call.n_left -= 1
             if call.on_rows is not None:

@@ -302,6 +302,7 @@ class Engine(BlockingCalls, AsyncOwner):
         max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
         folder = _cache_folder(cache_dir, cache_mode, n_cache_bytes)
+        self._uses_files = cache_mode is True and n_cache_bytes != 0
         n_folder_bytes = _CACHE_DIR_BYTES
         if cache_dir_bytes is not None:
             n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
@@ -1291,10 +1292,15 @@ class Engine(BlockingCalls, AsyncOwner):
 
         Any later request with the same tenant, salt and adapters that begins with these tokens uses them. Any thread.
         Raises OSError, EngineClosedError, InvalidRequestError for a file that is damaged, too long, or of another model
-        or tenant.
+        or tenant, and in an engine whose options let it use no cells from files.
         """
         self._engine_thread.check_open()
         path = path_of(path)
+        if not self._uses_files:
+            raise InvalidRequestError(
+                f"{path.name} would not be used: cells from a file need an engine with prefix_cache=True and "
+                "cache_bytes above 0"
+            )
         try:
             sequence = read_sequence(path, self._snapshot_format(None), self.model.n_vocab)
         except ValueError as error:

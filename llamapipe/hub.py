@@ -1,8 +1,8 @@
 """Model files from the Hugging Face Hub: names, the cache on this machine, downloads.
 
 Choosing among the names in a repository is pure. The hub and its cache are accessed through huggingface_hub (the extra
-``hub``), which heeds ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``, and continues interrupted
-downloads. Nothing here knows about models.
+``hub``), which heeds ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``, and continues a download whose
+connection breaks. Nothing here knows about models.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
         matches = [name for name in files if fnmatchcase(name, pattern) or fnmatchcase(_last(name), pattern)]
     if pattern == MMPROJ and len(matches) > 1:
         matches = [name for name in matches if _has_quantization(name, "F16")] or matches
-    models = {(name.stem, name.n_parts > 0) for name in map(read_name, matches)}
+    models = {_model_of(name) for name in matches}
     if not models:
         what = (
             "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern.removeprefix(':')!r}"
@@ -118,6 +118,12 @@ def _has_quantization(name: str, quantization: str) -> bool:
     return stem == wanted or stem.endswith(tuple(separator + wanted for separator in "-._"))
 
 
+def _model_of(name: str) -> tuple[str, int]:
+    """Return what the files of one model share. A model in one file and the same one in parts are two models."""
+    stem, _, n_parts = read_name(name)
+    return stem, n_parts
+
+
 def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
@@ -128,7 +134,7 @@ def _listed(names: list[str]) -> str:
 
 
 _log = logging.getLogger("llamapipe")
-# Errors of this machine's disk, not of the connection.
+_OUT_OF_ORDER = (429, 500, 502, 503, 504)  # statuses that do not say that the model is not there
 _LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -143,7 +149,7 @@ def model_file(
     """Return the path of a model's first or only file; other parts are next to it. ``Model`` describes the options.
 
     ``watch``: called in the threads of the download with the name of a file, its size in bytes, and how many bytes have
-    arrived; an exception in it ends the download, which the next one continues.
+    arrived; an exception in it ends the download. Only old versions of huggingface_hub continue it the next time.
 
     Raises ImportError without the extra ``hub``, ValueError for a bad name, ModelLoadError if the hub or its cache has
     no such model.
@@ -157,7 +163,7 @@ def model_file(
                 return _cached(hub, repo_id, filename, revision, where)
             try:
                 _connect(hub)
-                names = hub.HfApi().list_repo_files(repo_id, revision=revision)
+                names = _names(hub, repo_id, revision)
                 files = [
                     hub.hf_hub_download(
                         repo_id, name, revision=revision, tqdm_class=watch and _watching(watch, name)
@@ -166,14 +172,17 @@ def model_file(
                 ]
                 return Path(files[0])
             except _http_errors(hub) as e:
-                if isinstance(e, hub.errors.HfHubHTTPError) and e.response is not None:
+                response = e.response if isinstance(e, hub.errors.HfHubHTTPError) else None
+                if response is not None and response.status_code not in _OUT_OF_ORDER:
                     raise
-                if isinstance(e, OSError) and e.errno in _LOCAL:
+                if _is_local(e):
                     raise
-                # There is no connection.
                 with suppress(ModelLoadError, ValueError):
                     path = _cached(hub, repo_id, filename, revision, where)
-                    _log.warning("the hub cannot be reached; using %s from the cache", path.name)
+                    problem = (
+                        "cannot be reached" if response is None else f"answers with {response.status_code}"
+                    )
+                    _log.warning("the hub %s; using %s from the cache", problem, path.name)
                     return path
                 raise
     except hub.errors.HFValidationError as e:
@@ -209,8 +218,8 @@ def delete(repo_id: str, filename: str | None) -> list[Path]:
     Other revisions with the same contents lose them too.
     """
     first = model_file(repo_id, filename, local_files_only=True, progress=False)
-    model = read_name(first.name).stem
-    files = [path for path in first.parent.glob("*.gguf") if read_name(path.name).stem == model]
+    model = _model_of(first.name)
+    files = [path for path in first.parent.glob("*.gguf") if _model_of(path.name) == model]
     snapshots = next(path for path in first.parents if path.name == "snapshots")
     for file in files:
         blob = file.resolve()
@@ -246,6 +255,19 @@ def _connect(hub: Any) -> None:
         raise ConnectionError(f"{hub.constants.ENDPOINT} cannot be reached: {e}") from e
 
 
+def _names(hub: Any, repo_id: str, revision: str | None) -> list[str]:
+    """Return the files of a repository. Raises as the library does; ConnectionError if what answers is no hub."""
+    try:
+        return [str(name) for name in hub.HfApi().list_repo_files(repo_id, revision=revision)]
+    except (ValueError, TypeError, LookupError, AttributeError) as e:  # such as the page of a login
+        if isinstance(e, hub.errors.HFValidationError):
+            raise
+        raise ConnectionError(
+            f"{hub.constants.ENDPOINT} does not answer as a hub does: check HF_ENDPOINT, and whether this network asks "
+            "for a login"
+        ) from e
+
+
 def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a request may raise: for an HTTP error, or for no answer (HTTP library or OS)."""
     return (hub.errors.HfHubHTTPError, getattr(hub.errors, "HTTPError", OSError), OSError)
@@ -275,6 +297,11 @@ def _bars(hub: Any, shown: bool) -> Iterator[None]:
         hub.utils.enable_progress_bars()
 
 
+def _is_local(error: Exception) -> bool:
+    """Return whether an error is of this machine's disk, not of the connection."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in _LOCAL)
+
+
 def _reason(hub: Any, error: Exception) -> str:
     """Return one line on what a user can do about an error of the library."""
     errors = hub.errors
@@ -286,6 +313,11 @@ def _reason(hub: Any, error: Exception) -> str:
         return "there is no such revision"
     if isinstance(error, ConnectionError):
         return f"{error}, and the cache of this machine has no such model"
+    if _is_local(error):
+        cache = hub.constants.HF_HUB_CACHE
+        return (
+            f"the file could not be written ({error}): {cache} must be writable and have room, or set HF_HOME"
+        )
     text = str(error).strip().splitlines()
     return f"the hub did not answer as expected: {text[0] if text else type(error).__name__}"
 
@@ -317,9 +349,9 @@ def cached_models() -> list[CachedModel]:
                 if file.file_name.endswith(".gguf")
             }
             for name, file in files.items():
-                model, part, _ = read_name(name)
-                if part == 1 and not _last(name).startswith(_NO_MODELS):
-                    size = sum(other.size_on_disk for n, other in files.items() if read_name(n).stem == model)
+                model = _model_of(name)
+                if read_name(name).part == 1 and not _last(name).startswith(_NO_MODELS):
+                    size = sum(other.size_on_disk for n, other in files.items() if _model_of(n) == model)
                     reference = f"{PREFIX}{repo.repo_id}/{name}"
                     models[reference] = CachedModel(reference, Path(file.file_path), size)
     return [models[reference] for reference in sorted(models)]

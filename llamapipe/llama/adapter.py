@@ -357,7 +357,7 @@ class ModelAdapters:
 
     def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
         """Return the adapters that ``Engine(adapters=…)`` holds or names. Raises TypeError, InvalidRequestError."""
-        if isinstance(adapters, (str, Named)):
+        if isinstance(adapters, (str, Named)) or not isinstance(adapters, Iterable):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")
         result = []
         for adapter in adapters:
@@ -375,11 +375,11 @@ class ModelAdapters:
         if choice is None:
             return None
         scales = choice.items() if isinstance(choice, Mapping) else [(choice, 1.0)]
-        entries = [
-            (part_of(self._find(name, allowed)), float_of(scale)) for name, scale in scales if scale != 0
-        ]
-        if len({id(part) for part, _ in entries}) < len(entries):
+        # A scale of 0 changes nothing, but its adapter must be there, too.
+        chosen = [(part_of(self._find(name, allowed)), float_of(scale)) for name, scale in scales]
+        if len({id(part) for part, _ in chosen}) < len(chosen):
             raise InvalidRequestError("adapter names one adapter twice")
+        entries = [(part, scale) for part, scale in chosen if scale != 0]
         if sum(bool(part.invocation) for part, _ in entries) > 1:
             raise InvalidRequestError(
                 "adapter names several activated LoRAs, and only one can apply at a time; name one of them"

@@ -138,6 +138,17 @@ class EmbeddingContext(NotCopyable):
             raise BackendError(f"llama.cpp failed to compute these embeddings (code {code}: {reason})")
         return list(rows) if pooled else np.split(rows, np.cumsum(lengths)[:-1])
 
+    def compute_alone(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Compute one text so that no number of other texts can change it. Raises as ``compute`` does.
+
+        A number that is not finite reaches other texts in spite of the mask, which multiplies it by zero: texts of the
+        same batch, and later ones through the cells. So this text's tokens overwrite all cells first.
+        """
+        if self._has_memory:
+            n = min(self.n_ctx, self.n_batch // self.n_seq_max)
+            self.compute([[text[i % len(text)] for i in range(n)]] * self.n_seq_max)
+        return self.compute([text])[0]
+
     def set_threads(self, n_threads: int) -> None:
         """Change the number of compute threads from the next batch on. Raises ValueError, BackendError."""
         n = int_of("n_threads", n_threads, ROWS)

@@ -20,6 +20,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError, no_model
 from llamapipe.server.ollama_files import check_allowed
+from llamapipe.server.state import ServerState
 
 _MOST_LOADED = 64
 
@@ -48,18 +49,25 @@ async def load(exchange: Exchange, request: LoadRequest) -> Response:
     name = request.lora_name
     if name in state.all_names:
         raise ApiError(400, f"{quoted(name)} is the name of another model or adapter here", "lora_name")
-    if len(state.loaded_adapters) >= _MOST_LOADED:
+    if len(state.loaded_adapters.keys() | state.loading_adapters) >= _MOST_LOADED:
         raise ApiError(
             400, f"{_MOST_LOADED} adapters are loaded, which is the limit; unload one", "lora_name"
         )
+    state.loading_adapters.add(name)
     try:
-        adapter = await state.in_thread(state.engine.model.load_adapter, path, name)
+        await state.in_thread(_load, state, path, name)
     except ModelLoadError as e:
         raise ApiError(400 if os.path.lexists(path) else 404, str(e), "lora_path") from None
     except ValueError as e:  # its name is taken, or too long
         raise ApiError(400, str(e), "lora_name") from None
-    state.loaded_adapters[name] = adapter
+    finally:
+        state.loading_adapters.discard(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+def _load(state: ServerState, path: Path, name: str) -> None:
+    # Noted in the thread: a client that hangs up or whose time is over does not end the load, and can unload it later.
+    state.loaded_adapters[name] = state.engine.model.load_adapter(path, name)
 
 
 async def unload(exchange: Exchange, request: UnloadRequest) -> Response:

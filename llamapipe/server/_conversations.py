@@ -15,7 +15,7 @@ from starlette.responses import Response
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.server._background import follow
 from llamapipe.server._kept import read, resolved, store_of, write
-from llamapipe.server._limits import check_n_messages
+from llamapipe.server._limits import check_metadata, check_n_messages
 from llamapipe.server._responses import check_include, check_items
 from llamapipe.server._store import Item, Page
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -23,7 +23,6 @@ from llamapipe.server.errors import ApiError
 
 _MOST_DIGITS = 15  # of a number in a query
 _MOST_LISTED = 100  # the API's limits
-_MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +50,10 @@ async def get_response(exchange: Exchange) -> Response:
     store = store_of(exchange)
     parameters = query(exchange, "include", "stream", "include_obfuscation", "starting_after")
     after = parameters.get("starting_after")
-    if parameters.get("stream", "false").lower() not in ("false", "0"):
+    stream = parameters.get("stream", "false").lower()
+    if stream not in ("true", "1", "false", "0"):
+        raise ApiError(400, f"stream is {quoted(parameters['stream'])}; it must be true or false", "stream")
+    if stream in ("true", "1"):
         if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
@@ -183,20 +185,5 @@ def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
     check_n_messages(exchange.gate, items, "items")
-    check_items(items := await resolved(exchange, items))
+    check_items(items := await resolved(exchange, items, "items"))
     return items
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raise ApiError 400 for metadata beyond the API's limits."""
-    metadata = metadata or {}
-    if len(metadata) > _MOST_PAIRS:
-        raise ApiError(400, f"metadata has {len(metadata)} pairs; it may have {_MOST_PAIRS}", "metadata")
-    for key, value in metadata.items():
-        if len(key) > _MOST_OF_KEY or len(value) > _MOST_OF_VALUE:
-            raise ApiError(
-                400,
-                f"metadata: {quoted(key)} is too long; a key may have {_MOST_OF_KEY} characters, a value "
-                f"{_MOST_OF_VALUE}",
-                "metadata",
-            )

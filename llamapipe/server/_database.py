@@ -23,6 +23,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import msgspec
+
 from llamapipe.host import files
 from llamapipe.host.at_exit import close_at_exit, forget
 from llamapipe.work.long_work import settle
@@ -166,7 +168,7 @@ class Database:
                 return function(*arguments, connection)
             finally:
                 connection.execute("COMMIT")
-        except sqlite3.Error as e:
+        except (sqlite3.Error, msgspec.DecodeError) as e:
             raise StoreError(_problem(e)) from e
         finally:
             if connection is not None:
@@ -242,7 +244,7 @@ class Database:
                         self._tidy()
                         if job.is_unwanted():
                             raise StoreError("nobody waits for it")
-                except sqlite3.Error as e:
+                except (sqlite3.Error, msgspec.DecodeError) as e:
                     error = StoreError(_problem(e))
                 except Exception as e:
                     error = e
@@ -301,8 +303,12 @@ def _expire(future: asyncio.Future[Any]) -> None:
 def _check_file(path: Path) -> None:
     """Create a file that only its user may read, or check that an existing one is. Raises OSError."""
     # It is never opened here: closing it would give up the locks that SQLite holds for this process.
-    with suppress(FileExistsError):
+    try:
         os.close(files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--store: {path} cannot be made: there is no folder {path.parent}") from None
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         try:
             status = name.lstat()
@@ -389,8 +395,10 @@ _ADVICE = {
 }
 
 
-def _problem(error: sqlite3.Error) -> str:
+def _problem(error: sqlite3.Error | msgspec.DecodeError) -> str:
     """Return SQLite's message, with advice where there is any."""
     text = str(error)
+    if isinstance(error, msgspec.DecodeError):  # rows hold JSON that was encoded here
+        return f"a row is damaged: {text} (restore a copy, or delete what it belongs to)"
     advice = next((advice for words, advice in _ADVICE.items() if words in text), None)
     return text if advice is None else f"{text} ({advice})"

@@ -62,7 +62,8 @@ class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/rerank``. ``truncate``: cut documents that are too long together with the query.
 
-    ``texts``: Text Embeddings Inference's name for ``documents``. If it is used, the answer is in that server's format.
+    ``texts`` and ``return_text``: Text Embeddings Inference's names for ``documents`` and ``return_documents``. With
+    ``texts``, the answer is in that server's format.
     """
 
     query: str
@@ -213,19 +214,21 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     try:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), name, code_of(e)) from None
+        field = "query" if str(e).startswith("the query") else name
+        raise ApiError(400, str(e), field, code_of(e)) from None
     n_tokens = sum(rank.n_tokens for rank in ranked)
     exchange.count(n_tokens, 0)
+    returns_text = request.return_text or request.return_documents
     if request.texts is not None:
         scored = [{"index": rank.index, "score": rank.score} for rank in ranked[: request.top_n]]
         for entry, rank in zip(scored, ranked, strict=False):
-            if request.return_text:
+            if returns_text:
                 entry["text"] = documents[rank.index]  # type: ignore[assignment]
         return JsonResponse(scored)
     results: list[dict[str, Any]] = []
     for rank in ranked[: request.top_n]:
         result: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
-        if request.return_documents:
+        if returns_text:
             result["document"] = {"text": documents[rank.index]}
         results.append(result)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}

@@ -88,6 +88,8 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
             "previous_response_not_found",
         )
     kind = "Response" if error.kind == "answer" else error.kind.capitalize()
+    if param == "after" and error.kind != "item":  # what is to be listed is named in the path
+        param = None
     return ApiError(404, f"{kind} with id {quoted(error.id)} not found", param, "not_found")
 
 
@@ -200,8 +202,8 @@ def kept_of(
             400, "previous_response_id and conversation do not go together: give one of them", "conversation"
         )
     if isinstance(conversation, Mapping):
-        conversation = conversation.get("id")
-        if not isinstance(conversation, str):
+        names, conversation = conversation.keys(), conversation.get("id")
+        if not isinstance(conversation, str) or len(names) > 1:
             raise ApiError(400, 'conversation must be an id, or {"id": "conv_…"}', "conversation")
     if exchange.gate.store is None:
         for name, stored_id in (("previous_response_id", previous), ("conversation", conversation)):
@@ -217,8 +219,8 @@ def kept_of(
     return Kept(exchange, previous, conversation, stores is not False)
 
 
-async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
-    """Return the items with stored ones in place of references to them. Raises ApiError 404.
+async def resolved(exchange: Exchange, items: Sequence[Item], param: str) -> list[Item]:
+    """Return the items with stored ones in place of references to them. Raises ApiError 404, which names ``param``.
 
     Without a store, references are left as they are.
     """
@@ -226,7 +228,7 @@ async def resolved(exchange: Exchange, items: Sequence[Item]) -> list[Item]:
     if not places or exchange.gate.store is None:
         return list(items)
     store = exchange.gate.store
-    stored = await read(exchange, store, store.referred, list(places.values()), param="input")
+    stored = await read(exchange, store, store.referred, list(places.values()), param=param)
     whole = list(items)
     for i, item in zip(places, stored, strict=True):
         whole[i] = item

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, as_sent
 from llamapipe.server.gate import Gate
 from llamapipe.server.state import ServerState
 
 MAX_TOP = 100
 CHAT_TOP = 20  # of OpenAI's and Ollama's chats
+_MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512  # of OpenAI's metadata
 
 
 def refuse_long(state: ServerState, what: str, n_characters: int) -> None:
@@ -101,3 +103,22 @@ def check_top(name: str, value: int | None, most: int = MAX_TOP) -> int | None:
     if value is not None and not 0 <= value <= most:
         raise ApiError(400, f"{name} is {value}; it must be from 0 to {most}", name)
     return value
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Raise ApiError 400 for metadata beyond the API's limits."""
+    metadata = metadata or {}
+    if len(metadata) > _MOST_PAIRS:
+        raise ApiError(400, f"metadata has {len(metadata)} pairs; it may have {_MOST_PAIRS}", "metadata")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise ApiError(
+                400, f"metadata: the value of {quoted(key)} is {as_sent(value)}; it must be text", "metadata"
+            )
+        if len(key) > _MOST_OF_KEY or len(value) > _MOST_OF_VALUE:
+            raise ApiError(
+                400,
+                f"metadata: {quoted(key)} is too long; a key may have {_MOST_OF_KEY} characters, a value "
+                f"{_MOST_OF_VALUE}",
+                "metadata",
+            )

@@ -23,7 +23,7 @@ from llamapipe.server._addresses import Refused, allowed_host
 from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName
 from llamapipe.server.endpoint import Exchange
-from llamapipe.server.errors import ApiError, wrong
+from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.server.mcp import (
     Image,
     ListedServer,
@@ -37,6 +37,7 @@ from llamapipe.server.mcp_file import HEADER, VALUE
 
 _KEYS = ("type", "server_label", "server_url", "server_description", "allowed_tools", "require_approval",
          "headers", "authorization", "connector_id", "tunnel_id", "allowed_callers", "defer_loading")  # fmt: skip
+_UNUSED_KEYS = ("allowed_callers", "defer_loading")
 _FILTER_KEYS = ("tool_names", "read_only")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -167,14 +168,31 @@ class McpTools:
         if not self.wanted or not isinstance(tool_choice, Mapping):
             return tool_choice
         if tool_choice.get("type") == "mcp":
-            tool = _allowed(tool_choice)
+            tool = self._allowed("tool_choice", tool_choice)
             if tool["type"] == "function":
                 return tool
             return {"type": "allowed_tools", "mode": "required", "tools": [tool]}
         tools = tool_choice.get("tools")
         if tool_choice.get("type") == "allowed_tools" and isinstance(tools, list):
-            return {**tool_choice, "tools": [_allowed(tool) for tool in tools]}
+            allowed = [self._allowed(f"tool_choice.tools.{i}", tool) for i, tool in enumerate(tools)]
+            return {**tool_choice, "tools": allowed}
         return tool_choice
+
+    def _allowed(self, place: str, tool: Any) -> Any:
+        """Return a tool of the request's choice, with a namespace in place of a server. Raises ApiError 400."""
+        if not isinstance(tool, Mapping) or tool.get("type") != "mcp":
+            return tool
+        label, name = tool.get("server_label"), tool.get("name")
+        if not isinstance(label, str) or label not in self.offered:
+            known = listed(self.offered)
+            raise wrong(
+                place,
+                "server_label",
+                f"server_label is {as_sent(label)}; the request has the servers {known}",
+            )
+        if name is None:
+            return {"type": "namespace", "name": label}
+        return {"type": "function", "name": name, "namespace": label}
 
     def later_choice(self, tool_choice: Any, most: int | None) -> Any:
         """Return the ``tool_choice`` after calls have run: none is forced again, and none is allowed at the limit."""
@@ -218,7 +236,13 @@ class McpTools:
                     f"input: the approval of {quoted(asked)} answers no mcp_approval_request of the conversation",
                     "input",
                 )
-            is_approved = item.get("approve") is True
+            is_approved = item.get("approve")
+            if not isinstance(is_approved, bool):
+                raise ApiError(
+                    400,
+                    f"input: approve of {quoted(asked)} is {as_sent(is_approved)}; it must be true or false",
+                    "input",
+                )
             if answers.setdefault(str(asked), is_approved) is not is_approved:
                 raise ApiError(400, f"input: {quoted(asked)} is both approved and refused", "input")
             if not is_approved or asked in ran:
@@ -233,7 +257,8 @@ class McpTools:
                     "the request does not have in tools",
                     "tools",
                 )
-            arguments = arguments if isinstance(arguments, str) else ""
+            if not isinstance(arguments, str):
+                raise ApiError(400, f"input: the arguments of {quoted(asked)} must be text", "input")
             calls.append(_to_run({"server_label": label, "name": name, "arguments": arguments}, asked))
         return calls
 
@@ -296,6 +321,7 @@ def mcp_of(exchange: Exchange, tools: Sequence[Mapping[str, Any]] | None) -> Mcp
         if tool.get("type") != "mcp":
             continue
         label = _check(f"tools.{i}", tool, labels, remote)
+        exchange.note_unused(tuple(f"tools.{key}" for key in _UNUSED_KEYS if tool.get(key)))
         if label in places:
             raise ApiError(400, f"tools: there are two MCP servers called {quoted(label)}", "tools")
         places[label] = f"tools.{i}"
@@ -475,15 +501,6 @@ def _filter(place: str, rule: Any) -> Filter:
     if not isinstance(is_read_only, bool | None):
         raise ApiError(400, f"{place}: read_only must be true or false", place)
     return Filter(None if names is None else frozenset(names), is_read_only)
-
-
-def _allowed(tool: Any) -> Any:
-    if not isinstance(tool, Mapping) or tool.get("type") != "mcp":
-        return tool
-    label, name = tool.get("server_label"), tool.get("name")
-    if name is None:
-        return {"type": "namespace", "name": label}
-    return {"type": "function", "name": name, "namespace": label}
 
 
 # ---- calls and results

@@ -20,7 +20,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
 from llamapipe.server._job import encoded
 from llamapipe.server._kept import Kept, kept_of, resolved
-from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
+from llamapipe.server._limits import CHAT_TOP, check_metadata, check_n_messages, check_top
 from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import Sampling
@@ -153,9 +153,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return (*aside, *(f"include.{name}" for name in asked), *(f"input.{kind}" for kind in hosted))
 
     def check(self) -> None:
-        """Raise ApiError 400 for stream options without a stream."""
+        """Raise ApiError 400 for stream options without a stream, and for a negative number."""
         if self.stream_options is not None and self.stream is None:
             raise ApiError(400, "stream_options is given, but stream is not", "stream_options")
+        if (most := self.max_tool_calls) is not None and most < 0:
+            raise ApiError(400, f"max_tool_calls is {most}; it must be 0 or more", "max_tool_calls")
 
 
 def check_include(names: Sequence[str]) -> list[str]:
@@ -375,8 +377,11 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
+    if kept.is_stored:
+        check_metadata(request.metadata)
     text = request.input
-    items = await resolved(exchange, [{"role": "user", "content": text}] if isinstance(text, str) else text)
+    sent = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    items = await resolved(exchange, sent, "input")
     await kept.load(len(items))
     return kept, items
 
@@ -473,10 +478,12 @@ class _Answer:
             kept.id, fields, vocab, _NO_TOOLS, exchange.times, mcp.item, is_stream
         )
         self._job: ChatJob | None = None
+        self._approved: list[Item] = []  # calls of tools to run first
         self._n_input = self._n_cached = 0
 
     def prepare(self) -> None:
         self._encoder.tools = _tools(self._exchange, self._request, self._mcp)
+        self._approved = self._mcp.approved([*self._kept.earlier, *self._given])
         self._job = self._next_job()
 
     def _next_job(self) -> ChatJob:
@@ -555,7 +562,7 @@ class _Answer:
             encoder.fill(mcp.list_item(wanted))
             yield encoder.progress("mcp_list_tools.completed") + encoder.close()
         self.prepare()  # a wrong request is refused before any tool is run
-        for item in mcp.approved(items):
+        for item in self._approved:
             yield SUBMITTED
             yield encoder.open(item) + encoder.close()
         calls = encoder.take_calls()

@@ -17,8 +17,9 @@ import msgspec
 
 from llamapipe._messages import quoted
 from llamapipe._sampling_table import CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
+from llamapipe.arguments import check_float
 from llamapipe.errors import InvalidRequestError
-from llamapipe.llama.adapter import Adapter
+from llamapipe.llama.adapter import MOST_SCALE, Adapter
 from llamapipe.params import JsonWhitespace, SamplingParams
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange
@@ -251,11 +252,18 @@ else:
     )
 
 
-class LoraScale(msgspec.Struct):
-    """An adapter, by its number in ``/lora-adapters`` or its name, and its scale."""
+class LoraScale(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter, by its number in ``/lora-adapters`` or its name, and its scale.
+
+    The other fields are those of that list, whose entries clients send back with another scale.
+    """
 
     id: int | str
     scale: float = 1.0
+    name: Any = None
+    path: Any = None
+    alora_invocation_string: Any = None
+    alora_invocation_tokens: Any = None
 
 
 class Sampling(_Options, kw_only=True):
@@ -534,5 +542,10 @@ def adapters_of(state: ServerState, name: str | None, chosen: Sequence[LoraScale
             )
         if there[at] in scales:
             raise ApiError(400, f"lora names the adapter {quoted(lora.id)} twice", "lora")
-        scales[there[at]] = lora.scale
+        try:
+            scales[there[at]] = check_float(
+                f"lora: the scale of {quoted(lora.id)}", lora.scale, -MOST_SCALE, MOST_SCALE
+            )
+        except ValueError as e:
+            raise ApiError(400, str(e), "lora") from None
     return {"adapter": scales or None}

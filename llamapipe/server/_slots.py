@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import stat
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
@@ -68,10 +69,11 @@ async def slot_action(exchange: Exchange) -> Response:
     path = _path(folder, request.filename)
     n_bytes = 0
     if action == "save":
-        n, n_bytes = await _done(exchange, path, _save, folder, engine.save_conversation, name, path)
+        saved = await _done(exchange, path, _save, folder, engine.save_conversation, name, path, field="id")
+        n, n_bytes = saved
     else:
         n = await _done(exchange, path, engine.load_conversation, name, path)
-        n_bytes = (await asyncio.to_thread(path.stat)).st_size
+        n_bytes = (await _done(exchange, path, path.stat)).st_size
     done, moved = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     ms = (perf_counter() - began) * 1e3
     return JsonResponse(
@@ -141,14 +143,19 @@ async def _parts(file: FileIO, closing: ExitStack) -> AsyncIterator[bytes]:
             yield part
 
 
-async def _done(exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function(*arguments)`` in a thread. Raises ApiError if the engine or the disk fails."""
+async def _done(
+    exchange: Exchange, path: Path, function: Callable[..., T], *arguments: Any, field: str = "filename"
+) -> T:
+    """Run ``function(*arguments)`` in a thread. Raises ApiError if the engine or the disk fails.
+
+    ``field``: what is wrong if the engine refuses the request.
+    """
     try:
         return await asyncio.to_thread(function, *arguments)
     except FileNotFoundError:
         raise ApiError(404, f"there is no file {quoted(path.name)}", "filename", "not_found") from None
     except InvalidRequestError as error:
-        raise ApiError(400, str(error), "filename") from error
+        raise ApiError(400, str(error), field) from error
     except OSError as error:
         status = 400 if error.errno in _NO_FILE else 507
         raise ApiError(status, f"{quoted(path.name)}: {error.strerror or error}", "filename") from error
@@ -162,9 +169,12 @@ def _save(folder: Path, save: Callable[[Any, Path], T], what: object, path: Path
 def _files(folder: Path) -> list[dict[str, Any]]:
     files = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _FILE.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            status = path.stat()
-            files.append({"filename": path.name, "n_bytes": status.st_size, "saved_at": int(status.st_mtime)})
+        if _FILE.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # it has been deleted meanwhile
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    about = {"n_bytes": status.st_size, "saved_at": int(status.st_mtime)}
+                    files.append({"filename": path.name, **about})
     return files
 
 

@@ -204,7 +204,7 @@ class Exchange(ClientRequest):
             whole = whole_json_bytes(raw)
             if whole != raw:
                 return self._decoded(decoder, whole)
-            raise ApiError(400, f"the body is not valid JSON: {e}") from None
+            raise ApiError(400, _no_json(raw, e)) from None
         return body, names
 
     async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
@@ -223,7 +223,7 @@ class Exchange(ClientRequest):
             whole = whole_json_bytes(raw)
             if whole != raw:
                 return self._peeked(decoder, whole)
-            raise ApiError(400, f"the body is not valid JSON: {e}") from None
+            raise ApiError(400, _no_json(raw, e)) from None
 
     def _check_size(self, raw: bytes) -> None:
         """Raise ApiError 400 for a body that takes too long to decode."""
@@ -694,3 +694,10 @@ def problem_of(body: bytes) -> str | None:
         depth += int(depths[-1])
         in_string = not outside[-1]
     return None
+
+
+def _no_json(raw: bytes, error: Exception) -> str:
+    """Return the message for a body that cannot be decoded."""
+    if not raw.strip():
+        return "the body is empty; send a JSON object, such as {}"
+    return f"the body is not valid JSON: {error}"

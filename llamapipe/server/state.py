@@ -80,6 +80,7 @@ class ServerState(Gate):
         self.created = int(time.time())
         self.copies: list[str] = []  # further names of the model, that clients made
         self.loaded_adapters: dict[str, Adapter] = {}  # by clients
+        self.loading_adapters: set[str] = set()
         self._tool_calls: set[asyncio.Future[Any]] = set()
         self._has_stopped_tools = False
         try:

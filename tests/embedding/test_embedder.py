@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from support.bert_model import WORDS, Bert, bert_model
 from support.control import PATIENCE_S
+from support.gguf_models import BROKEN, damaged_model
 
 import llamapipe as lp
 from llamapipe.embedding import EmbedCall, Worker
-from llamapipe.errors import EngineClosedError, InvalidRequestError
+from llamapipe.errors import DecodeError, EngineClosedError, InvalidRequestError
 from llamapipe.llama.embedding_context import EmbeddingContext
 from llamapipe.llama.vocab import Vocab
 
@@ -166,7 +170,7 @@ class TestReranking:
         ):
             embedder.rerank("the fox", ["the owl", "the owl " * 40])
         assert len(embedder.rerank("the fox", ["the owl", "the owl " * 40], truncate=True)) == 2
-        with pytest.raises(InvalidRequestError, match="n_ctx is 64"):
+        with pytest.raises(InvalidRequestError, match=r"n_ctx is 64: shorten the query$"):
             embedder.rerank("the fox " * 40, ["the owl"], truncate=True)
 
 
@@ -227,6 +231,49 @@ class TestCallers:
             assert np.asarray(await encoder.aembed("the fox")).shape == (64,)
 
         asyncio.run(run())
+
+
+def _put(answers: SimpleQueue[tuple[str, Any]], name: str, answer: Any) -> None:
+    answers.put((name, answer))
+
+
+class TestDamage:
+    @pytest.mark.parametrize("is_ours", [True, False])
+    def test_numbers_that_are_not_finite_fail_only_their_text(self, tmp_path: Path, is_ours: bool) -> None:
+        path = damaged_model(tmp_path / "damaged.gguf")
+        good, broken = [5, 6, 7], [5, BROKEN]
+        with (
+            lp.Model(path, kernels="auto" if is_ours else "ggml") as model,
+            lp.Embedder(model, pooling="mean") as embedder,
+        ):
+            expected = embedder.embed([good], normalize=False)[0]
+            assert np.isfinite(expected).all()
+            worker = Worker(EmbeddingContext(model, pooling="mean"))
+            try:
+                answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+                calls = (("two", [broken, good, broken]), ("good", [good]))  # in one batch
+                for name, texts in calls:
+                    worker.submit(EmbedCall(texts, partial(_put, answers, name)))
+                worker.start()
+                by_name = dict(answers.get(timeout=PATIENCE_S) for _ in calls)
+            finally:
+                worker.close(drain=True)
+            assert answers.empty()
+            assert "not finite" in str(by_name["two"]) and isinstance(by_name["two"], DecodeError)
+            np.testing.assert_allclose(by_name["good"][0], expected, rtol=1e-3, atol=1e-5)
+            # Nor do they reach later texts through the cells.
+            with pytest.raises(DecodeError, match="not finite"):
+                embedder.embed([[5, 6, 7, 8, BROKEN], good])
+            np.testing.assert_allclose(embedder.embed(good, normalize=False), expected, rtol=1e-3, atol=1e-5)
+
+    def test_an_encoder_does_not_return_zeros_for_them(self, file_and_bert: tuple[Path, Bert]) -> None:
+        path = shutil.copy(file_and_bert[0], file_and_bert[0].with_name("damaged.gguf"))
+        tensors = gguf.GGUFReader(path, "r+").tensors
+        next(tensor for tensor in tensors if tensor.name == "token_embd.weight").data[10] = np.inf
+        with lp.Embedder(path) as embedder:
+            with pytest.raises(DecodeError, match="not finite"):
+                embedder.embed([[10], [11]])
+            assert np.linalg.norm(embedder.embed([11])) == pytest.approx(1)
 
 
 class TestEnds:

@@ -264,6 +264,43 @@ def test_a_hub_that_cannot_be_reached(hub: SmallHub, tmp_path: Path) -> None:
     )
 
 
+QUIET = "import logging\nlogging.disable(logging.WARNING)\n"
+AT_ONCE = "import time\ntime.sleep = lambda s: None  # the library asks six times\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(200, b"<html>Log in</html>"), (200, b"null"), (200, b'[{"type": "file"}]')]
+)
+def test_what_answers_is_no_hub(hub: SmallHub, tmp_path: Path, status: int, body: bytes) -> None:
+    """As in a network that asks for a login. The cache has what was downloaded before."""
+    hub.instead = status, body
+    try:
+        message = f"ModelLoadError some/single: {hub.url} does not answer as a hub does: check HF_ENDPOINT"
+        assert loaded(hub, tmp_path, "some/single").startswith(message)
+        hub.instead = None
+        assert loaded(hub, tmp_path, "some/single") == "only.gguf 512"
+        hub.instead = status, body
+        out = run_script(f"{QUIET}{LOAD}", "some/single", "", "{}", env=settings(hub, tmp_path))
+        assert out == "only.gguf 512\n"
+    finally:
+        hub.instead = None
+
+
+def test_a_hub_that_is_out_of_order(hub: SmallHub, tmp_path: Path) -> None:
+    assert loaded(hub, tmp_path, "some/single") == "only.gguf 512"
+    program = f"{QUIET}{AT_ONCE}{LOAD}"
+    try:
+        for status, expected in (
+            (503, "only.gguf 512"),
+            (403, "ModelLoadError some/single: the hub did not"),
+        ):
+            hub.instead = status, b"{}"
+            out = run_script(program, "some/single", "", "{}", env=settings(hub, tmp_path))
+            assert expected in out
+    finally:
+        hub.instead = None
+
+
 WATCH = """
 import sys
 from llamapipe.hub import model_file
@@ -297,6 +334,35 @@ from llamapipe.cli import main
 sys.stderr = sys.stdout
 print("status", main(sys.argv[1:]))
 """
+
+
+def test_a_file_that_cannot_be_written(hub: SmallHub, tmp_path: Path) -> None:
+    (tmp_path / "hub").touch()  # where a folder is needed
+    out = loaded(hub, tmp_path, "some/single")
+    assert out.startswith("ModelLoadError some/single: the file could not be written ([Errno")
+    assert out.endswith(f"{tmp_path / 'hub'} must be writable and have room, or set HF_HOME")
+
+
+BOTH = """
+from llamapipe.hub import cached_models, delete, model_file
+names = ["m.gguf", "m-00001-of-00002.gguf"]
+for name in names:
+    model_file("some/both", name, progress=False)
+print([(model.path.name, model.size_bytes) for model in cached_models()])
+print([path.name for path in delete("some/both", "m.gguf")], [model.path.name for model in cached_models()])
+print([path.name for path in delete("some/both", names[1])], cached_models())
+"""
+
+
+def test_a_model_in_one_file_and_in_parts_are_two(tmp_path: Path) -> None:
+    parts = [f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    with small_hub({"some/both": {"m.gguf": b"12345", parts[0]: b"6", parts[1]: b"78"}}) as hub:
+        printed = run_script(BOTH, env=settings(hub, tmp_path)).splitlines()
+    assert printed == [
+        f"[('{parts[0]}', 3), ('m.gguf', 5)]",
+        f"['m.gguf'] ['{parts[0]}']",
+        f"{parts} []",
+    ]
 
 
 def test_pull_and_rm(hub: SmallHub, tmp_path: Path) -> None:

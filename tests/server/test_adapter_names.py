@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.adapters import make_adapter, make_control_vector
+from support.control import PATIENCE_S, wait_until
 from support.served import http_client
 
 import llamapipe as lp
@@ -106,6 +109,8 @@ def test_llama_servers_field(client: httpx.Client, engine: lp.Engine) -> None:
     assert content(lora=[scaled]) == text(engine, {"a": 0.5})
     assert content(lora=[scaled, {"id": 1}]) == text(engine, {"a": 0.5, "b": 1.0})
     assert content(lora=[{"id": "b"}]) == content(model="b") == text(engine, "b")
+    listed = client.get("/lora-adapters").json()
+    assert content(lora=[{**entry, "scale": 0.5} for entry in listed]) == text(engine, {"a": 0.5, "b": 0.5})
 
 
 def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.Engine) -> None:
@@ -127,14 +132,19 @@ def test_llama_servers_field_of_openais_routes(client: httpx.Client, engine: lp.
         ({"lora": [{"id": 2}]}, "there is no adapter 2; GET /lora-adapters lists 2"),
         ({"lora": [{"id": 0}, {"id": 0}]}, "names the adapter 0 twice"),
         ({"lora": [{"id": 0}], "model": "a"}, "lora chooses others"),
-        ({"lora": [{"id": 0, "scale": 1e9}]}, "the scale of"),
+        (
+            {"lora": [{"id": 0, "scale": 1e9}]},
+            "lora: the scale of 0 is 1000000000.0; it must be from -1000 to",
+        ),
+        ({"lora": [{"id": 0, "sclae": 0.5}]}, "sclae"),
         ({"lora": [{"id": "c"}]}, "there is no adapter 'c'; GET /lora-adapters lists 2"),
     ],
 )
 def test_wrong_choices_are_refused(client: httpx.Client, more: dict[str, Any], message: str) -> None:
     answer = client.post("/completion", json={"prompt": PROMPT, "n_predict": 2, **more})
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert message in error["message"] and error["param"].startswith("lora")
 
 
 def test_a_control_vector_is_a_model_too(tmp_path: Path, client: httpx.Client, engine: lp.Engine) -> None:
@@ -273,6 +283,49 @@ def test_clients_load_and_unload(tmp_path: Path, engine: lp.Engine) -> None:
         assert client.post("/v1/completions", json=body).status_code == 404
         assert load("c", folder / "c.gguf").status_code == 200
         assert unload("c").status_code == 200
+    assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
+
+
+def test_a_load_that_ends_after_its_request_can_be_undone(
+    tmp_path: Path, engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_adapter(tmp_path / "c.gguf", lp.demo_model_path(), seed=7)
+    load_adapter, may_load = engine.model.load_adapter, threading.Event()
+
+    def load_later(path: Path, name: str) -> lp.Adapter:
+        may_load.wait(PATIENCE_S)
+        return load_adapter(path, name)
+
+    monkeypatch.setattr(engine.model, "load_adapter", load_later)
+    with http_client(engine, model_names=("demo",), lora_path=tmp_path, timeout_s=0.2) as client:
+
+        def unload() -> httpx.Response:
+            return client.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
+
+        body = {"lora_name": "c", "lora_path": "c.gguf"}
+        assert client.post("/v1/load_lora_adapter", json=body).status_code == 504
+        assert unload().status_code == 404
+        may_load.set()
+        wait_until(lambda: engine.adapters[2:])
+        wait_until(lambda: unload().status_code == 200)
+    assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
+
+
+def test_the_limit_holds_for_loads_at_the_same_time(tmp_path: Path, engine: lp.Engine) -> None:
+    make_adapter(tmp_path / "c.gguf", lp.demo_model_path(), seed=7)
+    with (
+        http_client(engine, model_names=("demo",), lora_path=tmp_path) as client,
+        ThreadPoolExecutor(16) as threads,
+    ):
+
+        def load(i: int) -> int:
+            body = {"lora_name": f"c{i}", "lora_path": "c.gguf"}
+            return client.post("/v1/load_lora_adapter", json=body).status_code
+
+        statuses = list(threads.map(load, range(80)))
+        assert (statuses.count(200), statuses.count(400)) == (64, 16)
+        for i in range(80):
+            client.post("/v1/unload_lora_adapter", json={"lora_name": f"c{i}"})
     assert [adapter.name for adapter in engine.adapters] == ["a", "b"]
 
 

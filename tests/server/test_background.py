@@ -279,7 +279,7 @@ def test_what_waits_leaves_room_for_answers(engine: lp.Engine, file: Path) -> No
         with pytest.raises(openai.RateLimitError, match="--store-bytes"):
             client.responses.create(**{**LATER, "input": "a" * 65_420})
         for _ in range(3):
-            client.responses.create(**LATER, metadata={"long": "a" * 15_000})
+            client.responses.create(**LATER, prompt_cache_key="a" * 15_000)
         for i in range(100):  # it is full
             items: Any = [{"role": "user", "content": f"{i % 10}" * 20_000}]
             client.conversations.create(items=items)

@@ -222,6 +222,9 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
         for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
+        long = {**body, "query": "the fox " * 40, "truncate": True}
+        error = httpx.post(f"{server.url}/v1/rerank", json=long).json()["error"]
+        assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
         texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
         assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
             {
@@ -230,6 +233,16 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
                 "text": TEXTS[result.index],
             }
             for result in expected
+        ]
+        # Both names ask for the texts, in both formats.
+        texts = {"query": "the fox", "texts": TEXTS, "return_documents": True}
+        assert [entry["text"] for entry in httpx.post(f"{server.url}/rerank", json=texts).json()[:3]] == [
+            TEXTS[ranked.index] for ranked in expected
+        ]
+        named = {"query": "the fox", "documents": TEXTS, "return_text": True}
+        results = httpx.post(f"{server.url}/rerank", json=named).json()["results"]
+        assert [entry["document"]["text"] for entry in results[:3]] == [
+            TEXTS[ranked.index] for ranked in expected
         ]
         others: tuple[dict[str, Any], ...] = ({"documents": TEXTS}, {"texts": None}, {"raw_scores": False})
         for other in others:

@@ -34,7 +34,7 @@ def kinds(response: Any) -> list[str]:
     return [item.type for item in response.output]
 
 
-def approval(request: Any, approve: bool = True, **more: Any) -> Any:
+def approval(request: Any, approve: Any = True, **more: Any) -> Any:
     return {
         "type": "mcp_approval_response",
         "approval_request_id": request.id,
@@ -133,6 +133,15 @@ def test_wrong_approvals_are_refused(client: Any) -> None:
             [ASKS],
             "both approved and refused",
         ),
+        # Never taken for a refusal, for other arguments, or for nothing.
+        ([USER, *items, approval(first.output[-1], approve="true")], [ASKS], "is 'true'; it must be true or"),
+        ([USER, *items, approval(first.output[-1], approve=None)], [ASKS], "is null; it must be true or"),
+        (
+            [USER, {**items[-1], "arguments": {"a": 1}}, approval(first.output[-1])],
+            [ASKS],
+            "the arguments of .* must be text",
+        ),
+        ([USER, *items, approval(first.output[-1])], [], "the request does not have in tools"),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
             client.responses.create(**{**OPTIONS, "input": inputs}, tools=tools)

@@ -116,10 +116,27 @@ def test_a_choice_holds_for_the_first_call_only(client: Any) -> None:
     assert kinds(response) == ["mcp_list_tools", "message"]
 
 
+@pytest.mark.parametrize("wrong", [{"server_label": "other"}, {"server_label": 5}, {}])
+def test_a_choice_of_another_server(client: Any, wrong: dict[str, Any]) -> None:
+    of_many = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", **wrong}]}
+    for choice, field in (({"type": "mcp", **wrong}, "tool_choice"), (of_many, "tool_choice.tools.0")):
+        with pytest.raises(openai.BadRequestError, match="the request has the servers 'good'") as caught:
+            client.responses.create(**OPTIONS, tools=[GOOD], tool_choice=choice)
+        assert caught.value.param == f"{field}.server_label"
+
+
 def test_a_limit_of_calls(client: Any, agent: Agent) -> None:
     response: Any = client.responses.create(**OPTIONS, tools=[GOOD], max_tool_calls=1)
     assert kinds(response).count("mcp_call") == 1
     assert (response.status, response.output_text.endswith("A short title")) == ("completed", True)
+    with pytest.raises(openai.BadRequestError, match="max_tool_calls is -1; it must be 0 or more"):
+        client.responses.create(**OPTIONS, tools=[GOOD], max_tool_calls=-1)
+
+
+def test_what_has_no_effect_is_named(client: Any) -> None:
+    tool = {**GOOD, "defer_loading": True, "allowed_callers": ["direct"]}
+    answer = client.responses.with_raw_response.create(**OPTIONS, tools=[tool], max_output_tokens=1)
+    assert answer.headers["x-llamapipe-unused"] == "tools.allowed_callers, tools.defer_loading"
 
 
 def test_tokens_are_counted_over_all_rounds(client: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -267,8 +268,38 @@ def put(url: str, name: str, content: bytes, key: str = "") -> httpx.Response:
     return httpx.post(f"{url}/slots/files", files={"file": (name, content)}, headers=headers, timeout=60)
 
 
+@pytest.mark.parametrize("options", [{"cache_bytes": 0}, {"prefix_cache": "exact"}, {"prefix_cache": False}])
+def test_what_would_not_be_used_is_not_restored(url: str, folder: Path, options: dict[str, Any]) -> None:
+    ask(url, id_slot=3)
+    act(url, 3, "save", "story.bin")
+    with NewServer(folder, **options) as other:
+        error = act(other, 3, "restore", "story.bin", status=400)["error"]
+    assert error["message"].endswith("need an engine with prefix_cache=True and cache_bytes above 0")
+
+
+def test_a_list_while_files_are_deleted(url: str, folder: Path) -> None:
+    ask(url, id_slot=3)
+    act(url, 3, "save", "story.bin")
+    (folder / "gone").symlink_to("nowhere")
+    # The list goes through the names in order, and so does who deletes: somewhere they meet.
+    names = sorted(f"f{i}" for i in range(200))
+
+    def delete() -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(60):
+            for name in names:
+                (folder / name).touch()
+            deleting = threads.submit(delete)
+            while not deleting.done():
+                assert httpx.get(f"{url}/slots/files").status_code == 200
+    assert [entry["filename"] for entry in httpx.get(f"{url}/slots/files").json()["data"]] == ["story.bin"]
+
+
 def test_wrong_requests_are_refused(url: str) -> None:
-    act(url, 0, "save", "x", status=400)  # nothing is there
+    assert act(url, 0, "save", "x", status=400)["error"]["param"] == "id"  # nothing is there
     for path in ("0?action=no", "0", "x+y?action=erase", "-1?action=erase", f"{'9' * 30}?action=erase"):
         assert httpx.post(f"{url}/slots/{path}").status_code == 400, path
     bodies: tuple[Any, ...] = ([], {"file": "x"}, {"filename": 3})

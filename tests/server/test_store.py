@@ -102,7 +102,7 @@ def test_what_is_no_file_is_refused(file: Path) -> None:
         Store(file, BIG, 30)
     with pytest.raises(PermissionError, match="it is not a regular file"):
         Store(file.parent, BIG, 30)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"--store: .*/no/folder cannot be made: there is no folder"):
         Store(file.parent / "no" / "folder", BIG, 30)
 
 
@@ -145,6 +145,20 @@ def test_damage_is_found_at_the_start(file: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(StoreError, match=f"--store: {file}"):
         Store(file, BIG, 30)
+
+
+def test_a_damaged_row_is_no_error_of_the_request(store: Store, file: Path) -> None:
+    for name in "ab":
+        add(store, name)
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("UPDATE answers SET body = x'7b22ff' WHERE id = 'resp_a'")
+    with pytest.raises(StoreError, match=r"a row is damaged: .* \(restore a copy"):
+        store.read(store.answer, "", "resp_a")
+    with pytest.raises(StoreError, match="a row is damaged"):
+        write(store, store.change_answer, "resp_a", {"status": "failed"})
+    assert has(store, "b")
+    write(store, store.delete_answer, "", "resp_a")
+    assert not has(store, "a") and has(store, "b")
 
 
 # ---- what fits

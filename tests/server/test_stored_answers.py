@@ -158,6 +158,9 @@ def test_a_reference_stands_for_an_item(client: openai.OpenAI, engine: lp.Engine
     assert answer.output_text == expected.content
     with pytest.raises(openai.NotFoundError, match="Item with id 'msg_none' not found"):
         client.responses.create(**OPTIONS, input=[{"type": "item_reference", "id": "msg_none"}])
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.conversations.create(items=[{"type": "item_reference", "id": "msg_none"}])
+    assert caught.value.param == "items"
 
 
 def test_items_in_pages(client: openai.OpenAI) -> None:
@@ -195,10 +198,31 @@ def test_wrong_pages_are_refused(client: openai.OpenAI, query: str, field: str) 
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("stream=banana", "stream"),
+        ("stream=", "stream"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("starting_after=1", "starting_after"),
+        ("streem=true", "streem"),
+    ],
+)
+def test_wrong_queries_for_an_answer_are_refused(client: openai.OpenAI, query: str, field: str) -> None:
+    answer = client.responses.create(**OPTIONS, input="Hello")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.get(f"/responses/{answer.id}?{query}", cast_to=object)
+    assert (caught.value.param, "stream: true" in str(caught.value)) == (field, False)
+
+
 def test_a_page_after_an_item_that_is_not_there(client: openai.OpenAI) -> None:
     conversation = client.conversations.create()
-    with pytest.raises(openai.NotFoundError, match="Item with id 'x' not found"):
+    with pytest.raises(openai.NotFoundError, match="Item with id 'x' not found") as caught:
         client.conversations.items.list(conversation.id, after="x")
+    assert caught.value.param == "after"
+    with pytest.raises(openai.NotFoundError, match="Conversation with id 'conv_1' not found") as caught:
+        client.conversations.items.list("conv_1", after="x")
+    assert caught.value.param is None
 
 
 def test_a_conversation_keeps_its_items(client: openai.OpenAI, engine: lp.Engine) -> None:
@@ -271,8 +295,12 @@ def test_calls_of_tools_in_a_conversation(client: openai.OpenAI) -> None:
         ("conversations", {"metadata": {"a" * 65: "b"}}, "metadata"),
         ("conversations", {"metadata": {"a": "b" * 513}}, "metadata"),
         ("conversations", {"metadata": {f"a{i}": "b" for i in range(17)}}, "metadata"),
+        ("responses", {**OPTIONS, "input": "a", "metadata": {"a": "b" * 513}}, "metadata"),
+        ("responses", {**OPTIONS, "input": "a", "metadata": {"a": 1}}, "metadata"),
+        ("responses", {**OPTIONS, "input": "a", "metadata": {"a": {}}, "background": True}, "metadata"),
         ("conversations/conv_1/items", {"items": []}, "items"),
         ("responses", {**OPTIONS, "input": "a", "conversation": {"no": "id"}}, "conversation"),
+        ("responses", {**OPTIONS, "input": "a", "conversation": {"id": "conv_1", "x": 1}}, "conversation"),
         (
             "responses",
             {**OPTIONS, "input": "a", "conversation": "conv_1", "previous_response_id": MISSING},

@@ -134,6 +134,14 @@ def test_images_without_a_projector_name_the_operators_flag(
     assert "start with --mmproj FILE" in client.post(path, json=body).text
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/tokenize", "/v1/messages"])
+def test_an_empty_body_is_called_so(client: httpx.Client, path: str, body: bytes) -> None:
+    answer = client.post(path, content=body)
+    message = "the body is empty; send a JSON object, such as {}"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
 def test_the_index_is_that_of_the_request(demo: lp.Model) -> None:
     """The operator's system prompt comes first and counts as no message."""
     bad = {"messages": [*turns("a")["messages"], {"role": "user"}]}

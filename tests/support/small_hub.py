@@ -24,6 +24,7 @@ class SmallHub:
     """``files``: what it has. ``requests``: methods and paths of what it was asked, in order.
 
     ``url``: its address, for ``HF_ENDPOINT``. ``cut_after``: the next whole file is broken off after this many bytes.
+    ``instead``: the status and the body with which it answers all questions about repositories.
     """
 
     def __init__(self, files: Files, url: str) -> None:
@@ -31,6 +32,7 @@ class SmallHub:
         self.url = url
         self.requests: list[str] = []
         self.cut_after: int | None = None
+        self.instead: tuple[int, bytes] | None = None
         repo = "/api/models/{owner}/{name}"
         places = {repo: self._about, f"{repo}/revision/{{revision}}": self._about}
         places[f"{repo}/tree/{{revision}}"] = self._tree
@@ -47,11 +49,15 @@ class SmallHub:
         return repo
 
     async def _about(self, request: Request) -> Response:
+        if self.instead is not None:
+            return Response(self.instead[1], self.instead[0])
         siblings = [{"rfilename": name} for name in self._repo(request)]
         about = {"private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
         return JSONResponse({"id": "{owner}/{name}".format_map(request.path_params), "sha": COMMIT, **about})
 
     async def _tree(self, request: Request) -> Response:
+        if self.instead is not None:
+            return Response(self.instead[1], self.instead[0])
         files = self._repo(request).items()
         return JSONResponse(
             [

@@ -447,7 +447,10 @@ class Request:
         if code == NoToken.SAMPLER_FAILED:
             error = None if self.sampler is None else self.sampler.error
             return error or DecodeError("sampling failed; see the log llamapipe.native")
-        return DecodeError("no logit of this request's row is finite; the model or its weights are damaged")
+        why = "the model or its weights are damaged"
+        if self.adapters is not None:
+            why += ", or the scale of an adapter is too large"
+        return DecodeError(f"no logit of this request's row is finite; {why}")
 
     def move(self, state: State) -> None:
         """Change the state. No other code may do so."""

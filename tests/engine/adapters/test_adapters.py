@@ -23,7 +23,7 @@ from support.gguf_models import (
 )
 
 import llamapipe as lp
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import DecodeError, InvalidRequestError
 
 PROMPT = [1, 40, 77, 103, 55, 61, 92, 38, 99, 120, 47, 88, 130, 42, 51, 66, 73, 81]
 CHOICES: tuple[dict[str | lp.Adapter, float] | str | None, ...] = (
@@ -344,16 +344,35 @@ def test_which_adapters_requests_may_name(model: lp.Model, path: Path, files: li
     with engine_of(model, adapters=[a]) as engine:
         engine.generate(PROMPT, params("a"))
         for choice, message in (("b", "no adapter 'b'; loaded are: 'a'"), (b, "is not one of Engine")):
-            with pytest.raises(InvalidRequestError, match=message):
-                engine.generate(PROMPT, params(choice))
+            for scaled in (choice, {choice: 0}):  # one that is scaled by 0 must be there, too
+                with pytest.raises(InvalidRequestError, match=message):
+                    engine.generate(PROMPT, params(scaled))
     with lp.Model(path) as second, second.load_adapter(files[0]) as foreign, engine_of(model) as engine:
+        for scale in (0, 1):
+            with pytest.raises(InvalidRequestError, match="loaded for another model"):
+                engine.generate(PROMPT, params({foreign: scale}))
         with pytest.raises(InvalidRequestError, match="loaded for another model"):
             engine.generate(PROMPT, params(foreign))
-        with pytest.raises(InvalidRequestError, match="twice"):
-            engine.generate(PROMPT, params({"a": 1, a: 2}))
-    for wrong, error in (("a", TypeError), ([3], TypeError), (["no"], InvalidRequestError)):
-        with pytest.raises(error):
+        for scale in (0, 1):
+            with pytest.raises(InvalidRequestError, match="twice"):
+                engine.generate(PROMPT, params({"a": scale, a: 2}))
+    for wrong, error in (
+        ("a", TypeError),
+        ([3], TypeError),
+        (None, TypeError),
+        (["no"], InvalidRequestError),
+    ):
+        with pytest.raises(error, match="adapter"):
             engine_of(model, adapters=wrong)
+
+
+def test_a_scale_that_is_too_large_is_named(tmp_path: Path, model: lp.Model, path: Path) -> None:
+    file = make_adapter(tmp_path / "huge.gguf", path, strength=1e18)
+    with model.load_adapter(file, "huge"), engine_of(model) as engine:
+        with pytest.raises(DecodeError, match=r"or the scale of an adapter is too large$"):
+            engine.generate(PROMPT, params({"huge": 1000}))
+        assert engine.generate(PROMPT, params()).token_ids
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize(

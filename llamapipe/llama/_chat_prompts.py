@@ -79,6 +79,10 @@ class ChatPrompts:
         is_own = not self._model.is_template_given
         return self.template("tool_use" if tools and is_own and self.text("tool_use") else None)
 
+    def arguments(self) -> frozenset[str]:
+        """Return the names of template arguments that the model's templates may read. Raises as ``template`` does."""
+        return self._for(None).arguments | self._for(True).arguments
+
     def render(
         self,
         messages: object,

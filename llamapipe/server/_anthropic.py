@@ -13,7 +13,7 @@ from starlette.responses import Response
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.server._fields import Only, Unused, unused
-from llamapipe.server._generation import ChatJob, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, n_prompt_tokens, note_unread, template_args
 from llamapipe.server._job import counted, encoded
 from llamapipe.server._limits import check_n_messages
 from llamapipe.server._media import PlacedPart
@@ -202,6 +202,7 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     model = exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
+    await note_unread(exchange, request.chat_template_kwargs)
     job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model, exchange.times)
     if request.stream:
         return EventStream(exchange, encoded(exchange, job, encoder), ping=_PING)
@@ -213,6 +214,7 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Respo
     """Count the tokens of a conversation's prompt."""
     exchange.server.check_model(request.model)
     exchange.note_unused(request.unused())
+    await note_unread(exchange, request.chat_template_kwargs)
     _check_numbers(exchange, request)
     n = await n_prompt_tokens(exchange, messages_of(request), request.functions(), _template_args(request))
     return JsonResponse({"input_tokens": n})

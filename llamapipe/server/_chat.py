@@ -12,7 +12,7 @@ from llamapipe._messages import quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, note_unread, template_args
 from llamapipe.server._job import counted, encoded
 from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
@@ -91,6 +91,7 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
     model = exchange.server.check_model(request.model)
     tools = _tools(request)
     exchange.note_unused(tools.unused)
+    await note_unread(exchange, request.chat_template_kwargs, request.documents)
     job = _job(exchange, request, tools)
     encoder = ChatEncoder(
         f"chatcmpl-{exchange.id}",
@@ -118,6 +119,7 @@ async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
     check_n_messages(exchange.server, request.messages, "messages")
     tools = _tools(request)
     exchange.note_unused(tools.unused)
+    await note_unread(exchange, request.chat_template_kwargs, request.documents)
     functions = None if tools.tool_choice == "none" else tools.functions
     messages = engine_messages(request.messages)
     return JsonResponse(

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -309,6 +310,36 @@ def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field
     else:
         args.setdefault("reasoning_effort", effort)
     return args
+
+
+_NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_MOST_NOTED = 8
+
+
+async def note_unread(
+    exchange: Exchange, arguments: Mapping[str, Any] | None, documents: object = None
+) -> None:
+    """Note the template arguments of a request that the model's template does not read. Raises ApiError 400.
+
+    An answer without its ``documents`` would be another one, so they are refused.
+    """
+    if not arguments and not documents:
+        return
+    check_template_args(arguments or ())
+    state = exchange.server
+    known = await state.in_thread(state.engine.model.chat_prompts.arguments)
+    if documents and "documents" not in known:
+        raise ApiError(
+            400,
+            "documents are given, but the model's chat template has no place for them; put them into a message",
+            "documents",
+        )
+    unread = (name for name in arguments or () if name not in known and name not in _ABOUT_REASONING)
+    # They become a header, which must be short and may hold no other characters.
+    noted = (
+        f"chat_template_kwargs.{name}" if _NAME.fullmatch(name) else "chat_template_kwargs" for name in unread
+    )
+    exchange.note_unused(tuple(dict.fromkeys(islice(noted, _MOST_NOTED))))
 
 
 def check_template_args(names: Iterable[str]) -> None:

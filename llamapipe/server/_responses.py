@@ -17,7 +17,7 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.media.decode import is_media
 from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, template_args
+from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, note_unread, template_args
 from llamapipe.server._job import encoded
 from llamapipe.server._kept import Kept, kept_of, resolved
 from llamapipe.server._limits import CHAT_TOP, check_metadata, check_n_messages, check_top
@@ -375,6 +375,7 @@ async def _opened(
 ) -> tuple[Kept, list[Item]]:
     """Return what the request continues, and its input as items. Raises ApiError."""
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
+    await note_unread(exchange, request.chat_template_kwargs)
     check_n_messages(exchange.server, request.input, "input")
     kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
     if kept.is_stored:

@@ -657,3 +657,43 @@ def test_vllms_clients_reset_the_prefix_cache(client: httpx.Client, engine: lp.E
         client.post("/reset_prefix_cache")
         assert n_cached() > 30  # who pinned it needs it
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "stream": True}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 2}),
+        ("/v1/messages", {"model": "demo", "messages": HELLO, "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"model": "demo", "messages": HELLO}),
+    ],
+)
+def test_arguments_that_the_template_does_not_read(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    """They are named; switches of reasoning, which clients send to all models, are not."""
+    args = {"enable_thinking": False, "custom": 1, "a\r\nset-cookie: b": 2, **{f"x{i}": i for i in range(99)}}
+    answer = client.post(path, json={**body, "chat_template_kwargs": args})
+    assert answer.status_code == 200, answer.text
+    names = answer.headers["x-llamapipe-unused"].split(", ")
+    assert names[:2] == ["chat_template_kwargs.custom", "chat_template_kwargs"] and len(names) == 8
+    assert "set-cookie" not in answer.headers
+    known = client.post(path, json={**body, "chat_template_kwargs": {"enable_thinking": False}})
+    assert "x-llamapipe-unused" not in known.headers
+
+
+def test_documents_need_a_place(client: httpx.Client) -> None:
+    documents = [{"title": "a", "text": "The fox is red."}]
+    error = refused(client, "/v1/chat/completions", {**CHAT, "documents": documents})
+    assert error["param"] == "documents" and "put them into a message" in error["message"]
+    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    bodies: list[dict[str, Any]] = [CHAT, {**CHAT, "documents": documents}, {**CHAT, "documents": []}]
+    with (
+        lp.Model(lp.demo_model_path(), chat_template=template) as model,
+        lp.Engine(model, 256, 1) as engine,
+        http_client(engine, model_names=("demo",)) as other,
+    ):
+        answers = [other.post("/v1/chat/completions", json=body).json() for body in bodies]
+    n = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert n[1] > n[0] == n[2]

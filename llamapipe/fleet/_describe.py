@@ -24,11 +24,11 @@ from llamapipe.llama.model import Model
 from llamapipe.server.ollama import modelfile_of, modelfiles, shown_model
 
 _MOST_S = 300.0
-_START = "\x1e"  # of a line of ours: libraries may print, too
+_START = "\x1e"  # marks our own output lines: libraries may print others
 
 
 class Asked(NamedTuple):
-    """A file to describe. ``template``: replaces the file's template; None: the file's."""
+    """A file to describe. ``template``: the chat template to use instead of the file's; None: use the file's."""
 
     file: str
     embeds: bool
@@ -36,15 +36,15 @@ class Asked(NamedTuple):
 
 
 async def describe(asked: Sequence[Asked]) -> list[dict[str, Any] | None]:
-    """Return the answers of ``/api/show``; None for a file that cannot be described.
+    """Return the answer of ``/api/show`` for each file; None for a file that cannot be described.
 
-    The child process ends with the task.
+    If the task is cancelled, the child process ends.
     """
     answers: list[dict[str, Any] | None] = []
     while len(answers) < len(asked):
         lines = await _run(asked[len(answers) :])
         answers += lines
-        if len(answers) < len(asked):  # the next file has ended it
+        if len(answers) < len(asked):  # the next file ended the child process
             answers.append(None)
     return answers
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 
 def on_hang_up(reload: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Call ``reload`` on SIGHUP, or ``stop`` if the terminal was closed, which ends programs without a handler.
+    """Call ``reload`` on SIGHUP, or ``stop`` if the signal was sent because the terminal was closed.
 
-    Call it on the main thread, in a running loop.
+    Call this function on the main thread, in a running event loop.
     """
     had_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
 

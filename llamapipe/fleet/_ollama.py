@@ -28,7 +28,7 @@ from llamapipe.server.ollama import full_name
 if TYPE_CHECKING:
     from llamapipe.server.settings import ServerSettings
 
-_AT_ONCE = 8  # models that are described without a break
+_AT_ONCE = 8  # models that one child process describes
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
@@ -106,12 +106,12 @@ class OllamaModels:
         (shown,) = await self.describe([model])
         if shown is None:
             raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
-        shown = {**shown, "details": dict(model.facts.details)}  # sizes are known without the weights
+        shown = {**shown, "details": dict(model.facts.details)}  # with the sizes
         answer = ollama.with_context_length(shown, model.facts.n_ctx)
         return JsonResponse({**answer, "modified_at": _date(model.facts.modified_s)})
 
     async def describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:
-        """Return the results of ``describe`` for models whose files are known; each file is read once."""
+        """Return the answers of ``/api/show`` for models whose files are known. Each file is described once."""
         keys = []
         for model in models:
             facts = model.facts
@@ -126,15 +126,15 @@ class OllamaModels:
         return [self._described[key] for key in keys]
 
     async def describe_all(self) -> None:
-        """Find out the capabilities of all models before a client asks, because it takes seconds."""
+        """Describe all models before a client asks, because that takes seconds."""
         await self._pool.identify(self._pool.models)
         there = [model for model in self._pool.models if model.facts is not None]
-        # A few at a time: a client that asks for one model waits for these, not for all.
+        # A few at a time: a client that asks for one model then waits for a few, not for all.
         for start in range(0, len(there), _AT_ONCE):
             await self.describe(there[start : start + _AT_ONCE])
 
     async def pull(self, exchange: Exchange, request: ollama_files.PullRequest) -> Response:
-        """``POST /api/pull``: downloads a model and serves it; a model of the list may wait for its first request."""
+        """``POST /api/pull``: downloads a model and serves it. A known model may wait for its first request."""
         name = ollama_files.named(request)
         if self._pool.get(name) is not None:
             return await ollama_files.answered(exchange, request, None)
@@ -171,7 +171,7 @@ class OllamaModels:
         self._pool.drop(model)
         try:
             await asyncio.to_thread(hub.delete, *hub.parse(reference))
-        except ModelLoadError as e:  # it was deleted meanwhile
+        except ModelLoadError as e:  # the file was deleted meanwhile
             raise ApiError(404, str(e), "model", "model_not_found") from None
         return Response()
 

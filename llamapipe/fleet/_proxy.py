@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-# Headers that the process of a model reads; it trusts our own headers, so those of clients do not pass.
+# The client's headers that are forwarded. Others are not, because the model's process trusts our own headers.
 _FORWARDED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"user-agent")
-# Of this process, or of the connection.
+# The answer's headers that this process sets itself, or that belong to one connection.
 _NOT_RETURNED = (
     b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id", b"x-llamapipe-worker",
 )  # fmt: skip
@@ -86,7 +86,7 @@ class Proxy:
 
 
 def check_kind(model: PooledModel, kind: ModelKind) -> None:
-    """Raise ApiError 400 if a model is known to be of another kind than the route serves."""
+    """Raise ApiError 400 if a model is known to be of a kind that the route does not serve."""
     embeds = model.embeds
     if embeds is None or embeds == (kind == "embedding") or kind == "any":
         return
@@ -95,11 +95,11 @@ def check_kind(model: PooledModel, kind: ModelKind) -> None:
 
 
 class Forwarded(LateResponse):
-    """The answer of a model's process, passed on as it comes. The process is started if necessary.
+    """Starts a model's process if necessary, and passes its answer on as it arrives.
 
-    If the process ends before any of its answer has come, such as when it was killed unnoticed, the request is sent
-    once more to the next process. So a request that crashes processes ends at most two. A request with MCP tools is not
-    sent again, because they may have been called.
+    If the process ends before any of its answer has arrived, for example because it was killed, the request is sent
+    once more to the next process. A request that crashes processes therefore ends at most two. A request with MCP tools
+    is not sent again, because they may have been called.
 
     ``ttl_s``: as in ``Pool.lease``. Raises ApiError 400 for a model of another kind.
     """
@@ -116,7 +116,7 @@ class Forwarded(LateResponse):
         check_kind(model, kind)
         super().__init__()
         exchange.n_prompt_tokens = exchange.n_completion_tokens = None  # the process of the model counts them
-        self.raw_headers = []  # no length
+        self.raw_headers = []  # the length is not known
         self._proxy = proxy
         self._exchange = exchange
         self._model = model
@@ -124,7 +124,7 @@ class Forwarded(LateResponse):
         self._is_stream = is_stream
         self._ttl_s = ttl_s
         self._body = b""
-        self._has_begun = self._has_answer = False  # towards the client; from the process
+        self._has_begun = self._has_answer = False  # towards the client; by the process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask the process and send its answer. Raises ApiError only before the answer has begun."""
@@ -146,9 +146,9 @@ class Forwarded(LateResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _answered(self, send: Send, began: float, is_last: bool = False) -> bool:
-        """Ask the process and send its answer. False if it ended before it answered and another one can be asked.
+        """Ask the process and send its answer. Returns False if it ended before it answered and the next can be asked.
 
-        Raises UpstreamLostError and ConnectionError if no other one can be asked or ``is_last``; ApiError.
+        Raises UpstreamLostError or ConnectionError if no other process can be asked or ``is_last``. Raises ApiError.
         """
         pool, model = self._proxy.pool, self._model
         process = None
@@ -185,7 +185,7 @@ class Forwarded(LateResponse):
             await self._part(send, part)
 
     async def _until_loaded(self, loading: asyncio.Task[None], send: Send) -> None:
-        """Wait for the load. A stream's head and keep-alives are sent meanwhile, so that no client gives up."""
+        """Wait for the load. Meanwhile, send a stream's head and keep-alives, so that the client does not give up."""
         settings = self._proxy.gate.settings
         began = monotonic()
         signs = self._is_stream and settings.ping_s > 0
@@ -210,7 +210,7 @@ class Forwarded(LateResponse):
         await loading
 
     def _sign(self) -> bytes:
-        """Return a keep-alive: a comment with the progress, or in Ollama's format a line without text."""
+        """Return a keep-alive: a comment with the load's progress, or in Ollama's format a line without text."""
         if self._exchange.dialect != "ollama":
             return f": loading {self._model.name} {100 * self._model.progress:.0f} %\n\n".encode()
         return line(empty_part(self._model.name, self._exchange.route == "/api/chat"))

@@ -10,7 +10,7 @@ from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 def entry_of(model: PooledModel, name: str, created: int, can_delete: bool) -> dict[str, Any]:
     """Return the entry of ``/v1/models`` for a model under one of its names.
 
-    Figures about the model are only in the entry of its first name. ``created``: when the server started.
+    Only the entry of the first name has figures about the model. ``created``: the Unix time of the server's start.
     ``can_delete``: clients may delete files.
     """
     status: dict[str, Any] = {"value": model.state.value}
@@ -66,13 +66,13 @@ class Watch:
     def _now(self) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Any, ...]]]:
         models = self._pool.models
         names = {model.name: (*model.names, *model.entry.adapters) for model in models}
-        # With the time of a failure, so that a repeated one is a change.
+        # ``failed_at`` makes a repeated failure a change.
         return names, {
             model.name: (model.state, model.progress, model.failure, model.failed_at) for model in models
         }
 
     def changes(self) -> list[dict[str, Any]]:
-        """Return the events for what has changed since the last call."""
+        """Return one event for each change since the last call."""
         (names, states), (old_names, old_states) = self._now(), (self._names, self._states)
         self._names, self._states = names, states
         events: list[dict[str, Any]] = [
@@ -88,7 +88,7 @@ class Watch:
 
 
 def _status_event(model: PooledModel) -> dict[str, Any]:
-    """Return a model's state in the format of llama-server's router. A load has stages there; ours has one."""
+    """Return a model's state in the format of llama-server's router. Its loads have several stages; ours have one."""
     data: dict[str, Any] = {"status": model.state.value}
     if model.state is ModelState.LOADING:
         stage = "text_model"

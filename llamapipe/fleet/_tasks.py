@@ -1,4 +1,4 @@
-"""Background tasks. An event loop holds only weak references, so tasks could be collected before they are done."""
+"""Holds background tasks: an event loop has only weak references to them, so they could be collected too early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("llamapipe.server")
 
 
 class Tasks:
-    """Tasks that run until they are done. A failure is logged unless it is an ApiError, which a client receives."""
+    """A set of running tasks. Logs each failure except an ApiError, which a client receives."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()

@@ -13,7 +13,7 @@ _RATIOS = {"vllm:kv_cache_usage_perc"}
 class Totals:
     """The counts of all of a server's processes. Ended processes are included, so that no counter falls.
 
-    ``n_requests``: how many requests have an entry about where their time went.
+    ``n_requests``: the maximum number of entries that ``requests_with`` returns.
     """
 
     def __init__(self, n_requests: int) -> None:
@@ -25,7 +25,7 @@ class Totals:
         return f"<Totals of {len(self._ended)} metrics>"
 
     def keep(self, families: Sequence[Family], requests: Sequence[dict[str, Any]]) -> None:
-        """Add the last report of a process that has ended: its requests, and its metrics without gauges."""
+        """Add the last report of a process that has ended: its requests, and its metrics except gauges."""
         self._ended = add_families([], [self._ended, families])
         self._requests = self.requests_with([requests])
 
@@ -78,6 +78,6 @@ def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
 def _joined(name: str, values: list[float]) -> float:
     if name in _RATIOS:
         return sum(values) / len(values)
-    if name.endswith("_created"):  # the time since which a counter counts
+    if name.endswith("_created"):  # when a counter began to count
         return min(values)
     return sum(values)

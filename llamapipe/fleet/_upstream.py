@@ -1,7 +1,8 @@
 """The HTTP client of the front process, for requests to a model's process.
 
 Open it to change how bytes are transferred between the two. Answers are passed on in the pieces in which they arrive
-and are not parsed. A slow reader stops the sender, because unread data stays in the socket. On the event loop's thread.
+and their bodies are not decoded. A slow reader stops the sender, because unread data stays in the socket. Use it on the
+event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from time import monotonic
 
 import httptools
 
-_MOST_UNREAD = 2**18  # bytes that are read ahead
-_IDLE_S = 30.0  # the process closes its idle connections after 75 s
+_MOST_UNREAD = 2**18  # bytes that may be read ahead
+_IDLE_S = 30.0  # less than the 75 s after which the process closes idle connections
 
 
 class UpstreamLostError(Exception):
-    """The process ended before its answer did."""
+    """The process closed the connection before its answer was complete."""
 
 
 class Upstream(asyncio.Protocol):
@@ -42,7 +43,7 @@ class Upstream(asyncio.Protocol):
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Upstream:
-        """Open the connection over a connected socket, which it closes."""
+        """Return a connection over a connected socket, which it owns and closes."""
         _, upstream = await asyncio.get_running_loop().create_connection(cls, sock=sock)
         return upstream
 
@@ -82,7 +83,7 @@ class Upstream(asyncio.Protocol):
         return b"".join([part async for part in self.parts()])
 
     def close(self) -> None:
-        """Close the connection; the process cancels an unanswered request."""
+        """Close the connection. The process then cancels an unanswered request."""
         self.is_free = False
         if self._transport is not None:
             self._transport.abort()
@@ -145,7 +146,7 @@ class Upstreams:
         return f"<Upstreams {len(self._free)} free>"
 
     def take(self) -> Upstream | None:
-        """Take a connection that can take a request; None if there is none."""
+        """Take an idle connection that is still open; return None if there is none."""
         while self._free:
             since, upstream = self._free.pop()
             if upstream.is_free and monotonic() - since <= _IDLE_S:
@@ -154,14 +155,14 @@ class Upstreams:
         return None
 
     def put_back(self, upstream: Upstream) -> None:
-        """Keep a connection for the next request, if its answer was read to the end; else close it."""
+        """Keep a connection for the next request if its answer was read to the end. Otherwise, close it."""
         if upstream.is_free:
             self._free.append((monotonic(), upstream))
         else:
             upstream.close()
 
     def close(self) -> None:
-        """Close all connections, because the process has ended."""
+        """Close all idle connections. Call it when the process has ended."""
         for _, upstream in self._free:
             upstream.close()
         self._free.clear()

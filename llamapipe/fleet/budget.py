@@ -37,7 +37,7 @@ def total(parts: Iterable[Memory]) -> Memory:
 
 
 class Tenure(NamedTuple):
-    """A model that holds memory. ``may_end``: it is loaded and not pinned, and idle if that matters."""
+    """A model that holds memory. ``may_end``: it may end now for another model; see ``PooledModel.patience_s``."""
 
     memory: Memory
     used_at: float
@@ -52,7 +52,7 @@ class Budget:
     gpu_bytes: int | None = None
 
     def missing(self, memory: Memory) -> Memory:
-        """Return by how much ``memory`` exceeds the budget."""
+        """Return the part of ``memory`` that exceeds the budget."""
         over = 0 if self.n_bytes is None else memory.n_bytes - self.n_bytes
         over_of_gpus = 0 if self.gpu_bytes is None else memory.gpu_bytes - self.gpu_bytes
         return Memory(max(over, 0), max(over_of_gpus, 0))
@@ -62,13 +62,13 @@ class Budget:
         return not self.missing(memory)
 
     def most_bytes(self, pinned: Memory) -> float:
-        """Return the maximum system memory that one model may take."""
+        """Return the maximum bytes of system memory that one model may take beside the pinned models."""
         return math.inf if self.n_bytes is None else self.n_bytes - pinned.n_bytes
 
     def refusal(self, needed: Memory, pinned: Memory) -> str | None:
         """Return why a model can never be loaded; None if it can.
 
-        ``pinned``: the memory of models that are not ended for another one.
+        ``needed``: the model's memory. ``pinned``: the memory of other models that never end for another model.
         """
         missing = self.missing(needed + pinned)
         if missing.n_bytes:
@@ -85,9 +85,9 @@ class Budget:
         return None
 
     def choose(self, needed: Memory, there: Sequence[Tenure]) -> list[int] | None:
-        """Choose the models to end so that ``needed`` fits beside the rest. None if no choice makes room.
+        """Choose models to end so that ``needed`` fits beside the rest.
 
-        Returns their indices, the least recently used first, and no more than needed.
+        Returns their indices in ``there``, the least recently used first. Returns None if no choice makes room.
         """
         taken = total(tenure.memory for tenure in there) + needed
         chosen = []

@@ -11,11 +11,12 @@ from llamapipe._messages import quoted, readable
 
 
 class FileFacts(NamedTuple):
-    """The facts in a model's file that are known before the model is loaded.
+    """Facts about a model that its file tells before a load.
 
-    ``n_bytes``: the memory that its process will take; ``gpu_bytes``: the GPU memory. ``options``: options that keep it
-    within that memory. ``n_ctx``: tokens of a request. ``takes``: ``"text"``, and ``"image"`` and ``"audio"`` if
-    messages may have them. ``details``: as in Ollama's lists. ``size_bytes``, ``modified_s``, ``digest``: of the file.
+    ``n_bytes``, ``gpu_bytes``: the system memory and the GPU memory that its process will take. ``options``: engine
+    options that keep it within that memory. ``n_ctx``: the maximum tokens of a request. ``takes``: ``"text"``, and
+    ``"image"`` and ``"audio"`` if messages may have them. ``details``: as in Ollama's lists. ``size_bytes``,
+    ``modified_s``, ``digest``: the file's size, its Unix time of modification, and its digest.
     """
 
     file: str
@@ -59,7 +60,7 @@ class ModelEntry:
 
     @property
     def is_local(self) -> bool:
-        """Whether its file is on this machine, so that reading it needs no download."""
+        """Whether its file is on this machine and needs no download."""
         return not self.file.startswith(hub.PREFIX)
 
     @property
@@ -69,11 +70,11 @@ class ModelEntry:
 
     @property
     def taken_names(self) -> tuple[str, ...]:
-        """The names that no other model may have, including those of its adapters."""
+        """The names that no other model may have: its own names and those of its adapters."""
         return (*self.names, *self.adapters)
 
     def is_same_process(self, other: ModelEntry) -> bool:
-        """Return whether one process can serve both entries: they differ only in settings of the front process."""
+        """Return whether one process can serve both: they differ only in settings of the front process."""
         return (
             replace(self, aliases=other.aliases, keep=other.keep, preload=other.preload, ttl_s=other.ttl_s)
             == other
@@ -99,7 +100,7 @@ def hub_entries(cached: Sequence[hub.CachedModel]) -> list[ModelEntry]:
 
 
 def taken_names(entries: Sequence[ModelEntry]) -> set[str]:
-    """Return the names of all models. Raises ValueError if two models have the same name."""
+    """Return the names of all models and adapters. Raises ValueError if two models have the same name."""
     owners: dict[str, ModelEntry] = {}
     for entry in entries:
         for name in set(entry.taken_names):

@@ -1,4 +1,4 @@
-"""The commands that start more processes of this program."""
+"""Builds the commands that start more processes of this program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import llamapipe
 from llamapipe.errors import BackendError
 
-ROOT = Path(llamapipe.__file__).parent.parent  # imported from there, whatever the working directory holds
+ROOT = Path(llamapipe.__file__).parent.parent  # where child processes import from
 
 _CALL = """\
 import sys
@@ -22,19 +22,19 @@ getattr(import_module(module), function)()
 
 
 def command_calling(function: Callable[[], None]) -> list[str]:
-    """Return the command that calls a function of a module in a process of this interpreter. Raises BackendError."""
+    """Return the command that calls a module's function in a new process of this interpreter. Raises BackendError."""
     return [*interpreter(), "-c", _CALL, str(ROOT), function.__module__, function.__name__]
 
 
 def command_with(arguments: Sequence[str]) -> list[str]:
-    """Return the command ``llamapipe`` with these arguments, for a process of this interpreter."""
+    """Return the command ``llamapipe`` with these arguments, for a new process of this interpreter."""
     script = ROOT / "llamapipe_command.py"
     program = [str(script)] if script.exists() else ["-m", "llamapipe"]
     return [*interpreter(), *program, *arguments]
 
 
 def interpreter() -> list[str]:
-    """Return the interpreter with its own options.
+    """Return the command of this interpreter, with its own options.
 
     Raises BackendError in a program that was packed into one file.
     """

@@ -1,4 +1,4 @@
-"""The front process of several models: it checks clients, finds the process of a request's model, and forwards bytes.
+"""The front process of several models: checks clients, finds the process of a request's model, and forwards requests.
 
 Open this file to change what a server with ``--models`` does beyond one with a single model. It has the same routes and
 a few more. The front process reads only a few fields of a body, such as the name of the model, and forwards bodies and
@@ -94,7 +94,7 @@ class Front(Gate):
         self._entries = entries
         self._reloading = asyncio.Lock()
         self.created = int(time.time())
-        self.n_watches = 0  # clients of /models/sse
+        self.n_watches = 0  # open streams of /models/sse
         self.ollama = OllamaModels(pool, settings)
         self._proxy = Proxy(self, pool)
         self._work = LongWork()
@@ -129,7 +129,7 @@ class Front(Gate):
         raise ApiError(400, what, "model")
 
     async def _filling(self, models: Sequence[PooledModel]) -> list[PooledModel]:
-        """Return the models whose vocabularies have tokens for filling in the middle."""
+        """Return those models whose vocabularies have tokens for filling in the middle."""
         there = [model for model in models if model.facts is not None]
         described = await self.ollama.describe(there)
         return [
@@ -160,7 +160,7 @@ class Front(Gate):
 
     # ---- about the models
     async def reload(self) -> None:
-        """Read the list of models again. If it raises OSError or ValueError, the models are unchanged."""
+        """Read the list of models again. Raises OSError or ValueError for a bad list, and then changes nothing."""
         async with self._reloading:
             try:
                 self.pool.replace(await asyncio.to_thread(self._entries))
@@ -215,13 +215,13 @@ class Front(Gate):
             seen = 0
             while (now := await self.pool.news(seen)) is not None:
                 seen = now
-                for change in told.changes():  # a slow reader misses what was undone meanwhile
+                for change in told.changes():  # a slow reader misses changes that were undone meanwhile
                     yield event(change)
         finally:
             self.n_watches -= 1
 
     async def load(self, exchange: Exchange, request: ModelRequest) -> Response:
-        """``POST /models/load``: begins a load."""
+        """``POST /models/load``: begins a load and does not wait for it."""
         model = self.pool.find(request.model)
         if model.state in (ModelState.LOADED, ModelState.LOADING):
             raise ApiError(400, f"the model {quoted(model.name)} is {model.state.value} already", "model")
@@ -237,7 +237,7 @@ class Front(Gate):
         return JsonResponse({"success": True})
 
     async def timeline(self, exchange: Exchange) -> Response:
-        """``GET /timeline?model=NAME``: the timeline of a loaded model, without extending its stay."""
+        """``GET /timeline?model=NAME``: the timeline of a loaded model. Does not keep the model loaded."""
         name = exchange.query_params.get("model")
         models = self.pool.models if name is None else [self.pool.find(name)]
         there = [model for model in models if model.state is ModelState.LOADED and not model.embeds]
@@ -250,7 +250,7 @@ class Front(Gate):
         return Response(body, status, media_type="application/json")
 
     async def requests(self, exchange: Exchange) -> Response:
-        """``GET /requests``: the client's requests to all models and those that reached none, the newest first."""
+        """``GET /requests``: the client's recent requests, including those that reached no model, the newest first."""
         told = [*self.recent.entries(), *await self.pool.requests()]
         told.sort(key=lambda entry: -entry["ended_at"])
         last = told[: self.settings.keep_requests]
@@ -274,7 +274,7 @@ class Front(Gate):
 
     async def _forget_prefixes(self, exchange: Exchange, model: PooledModel) -> None:
         if model.state in (ModelState.LOADED, ModelState.LOADING):
-            # If this fails, what the model had is gone, or on disk.
+            # If the model's process ends meanwhile, its cached prefixes are gone, or in files.
             with suppress(ApiError, ConnectionError):
                 async with self.pool.lease(model, model.ttl_s) as ready:
                     await ready
@@ -320,7 +320,7 @@ class Front(Gate):
         return Response(text, media_type=CONTENT_TYPE)
 
     def routes(self) -> list[Endpoint]:
-        """Return the routes of a server with one model and the routes for several models."""
+        """Return the routes of a server with one model, and the routes that only several models need."""
         endpoints = [
             get("/v1/models", self.list_models, "All models, with their states.", aliases=("/models",)),
             get("/v1/models/{id:path}", self.get_model, "One model.", ("404",)),
@@ -338,7 +338,7 @@ class Front(Gate):
             get("/metrics", self.metrics_text, "Metrics for Prometheus.", media="text/plain"),
             get("/requests", self.requests, "Where the time of the last requests went."),
             get("/openapi.json", system.openapi),
-            *STORE_ROUTES,  # this process reads the same file, and no model is needed
+            *STORE_ROUTES,  # this process answers them from the store's file, without a model
         ]  # fmt: skip
         if self.settings.page:
             endpoints += [get("/timeline", self.timeline), *PAGE_ROUTES]
@@ -358,8 +358,8 @@ class Front(Gate):
 class FrontServer(HttpServer):
     """Serves the models of a pool, and ends their processes when it shuts down.
 
-    ``entries``: called in another thread for the new list of models, on SIGHUP or ``/models?reload=1``. It raises
-    OSError or ValueError to leave the models unchanged.
+    ``entries``: reads the list of models again, on SIGHUP or ``/models?reload=1``. It is called in another thread. If
+    it raises OSError or ValueError, the models are unchanged.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class FrontServer(HttpServer):
         self._tasks = Tasks()
 
     async def _reload(self) -> None:
-        with suppress(OSError, ValueError):  # which are in the log
+        with suppress(OSError, ValueError):  # they are already in the log
             await self.front.reload()
 
     def handle_exit(self, sig: int, frame: object) -> None:
@@ -388,10 +388,10 @@ class FrontServer(HttpServer):
             self.loop.call_soon_threadsafe(self.pool.cancel, self._n_signals > 2)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Load the models to preload."""
+        """Start to load the models to preload."""
         await super().startup(sockets=sockets)
         self.loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():  # as uvicorn itself
+        if threading.current_thread() is threading.main_thread():  # where uvicorn installs its own handlers
             on_hang_up(
                 lambda: self._tasks.start(self._reload()), partial(self.handle_exit, signal.SIGHUP, None)
             )

@@ -18,21 +18,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-CONNECTION, RETIRE, STOP, CANCEL, KEEP, STOP_TOOLS = b"c", b"r", b"s", b"k", b"p", b"x"  # to the process
-TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # from it
+CONNECTION, RETIRE, STOP, CANCEL, KEEP, STOP_TOOLS = b"c", b"r", b"s", b"k", b"p", b"x"  # sent to the process
+TAKEN, REFUSED, ENDED = b"t", b"f", b"e"  # sent by the process
 _LINE_LIMIT = 2**24
-Subject = Literal["families", "requests"]  # of a question: metrics, or where the time of requests went
+Subject = Literal["families", "requests"]  # metrics, or the entries of ``/requests``
 SUBJECTS: Final[tuple[Subject, ...]] = ("families", "requests")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model of one process, if processes have different models; see ``pool``.
+    """The model of one process of a ``Pool``, whose processes have different models.
 
     ``file``: as ``--model`` takes it. ``names``: names for clients; answers have the first. ``embeds``: it embeds or
     ranks texts instead of generating them. ``options``: command-line options, by the names of their arguments.
-    ``cache_dir``: a private folder where it finds cached prefixes, and saves them at its end if asked to; the command
-    line's option takes precedence. ``yields``: it leaves the cores to others while it loads.
+    ``cache_dir``: a private folder from which it loads cached prefixes, and where it saves them at its end if asked to;
+    the command line's option takes precedence. ``yields``: it leaves the cores to other processes while it loads.
     """
 
     file: str
@@ -77,7 +77,7 @@ class WorkerOptions:
             raise ValueError(f"no options of a worker: {text}") from error
 
     def report_progress(self, fraction: float) -> None:
-        """Report to the supervisor how much of the model is loaded. Only before ``Worker.start``."""
+        """Report the fraction of the model that is loaded to the supervisor. Call it only before ``Worker.start``."""
         with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
             sock.sendall(_encoded("progress", {"fraction": fraction}))
 

@@ -16,13 +16,13 @@ from llamapipe.gguf.draft_file import ASSISTANT, target_layers
 from llamapipe.llama.kv_memory import TYPE_BYTES, draft_cell_bytes, draft_state_bytes, memory_sizes
 from llamapipe.ollama_models import model_of
 
-# Besides weights and cells: compute buffers, which grow with the vocabulary. Measured with SmolLM2 135M and
-# Qwen2.5 0.5B, the interpreter included: 140 and 238 MiB; this gives 158 and 258 with 110 MiB for the interpreter.
+# Output rows for which compute buffers are counted; they grow with the vocabulary. Memory besides weights and cells,
+# the interpreter's 110 MiB included: SmolLM2 135M measured 140 MiB, estimated 158; Qwen2.5 0.5B 238 and 258.
 _STEP_ROWS = 256
 _CACHE_SHARE = 0.1  # of weights and cells, for cached prefixes that have lost their slot
 _USUAL_CONTEXT, _USUAL_SLOTS = 4096, 8
 _USUAL_TEXT = 2048  # tokens of a text to embed
-_DRAFT_STATES = 2  # earlier recurrent states, at least, that an engine keeps for an MTP layer
+_DRAFT_STATES = 2  # the minimum of earlier recurrent states that an engine keeps for an MTP layer
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _TOKENS = "token_embd.weight"
 _INPUT = re.compile(r"token_embd|token_types|position_embd|per_layer_token_embd")
@@ -42,7 +42,7 @@ class Need(NamedTuple):
 
 
 def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: bool = False) -> Need:
-    """Return the memory that a file's model needs. Any thread.
+    """Return the memory that a file's model needs. Any thread may call it.
 
     ``embeds``: an ``Embedder`` runs it. ``options``: command-line options for ``Engine``, ``Embedder`` and ``Model``.
     ``has_gpus``: there are GPUs with dedicated memory, which get layers. Raises ModelLoadError.
@@ -53,7 +53,7 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
     if embeds:
         n_ctx, n_cache_bytes = options.get("n_ctx") or min(info.n_ctx_train, _USUAL_TEXT), 0
     else:
-        option = options.get("n_ctx")  # 0: the model's
+        option = options.get("n_ctx")  # 0: the context of the training
         n_ctx = min(info.n_ctx_train, _USUAL_CONTEXT) if option is None else option or info.n_ctx_train
         cells = _cells_bytes(info, n_ctx, options)
         n_cache_bytes = options.get("cache_bytes", int((info.size_bytes + cells) * _CACHE_SHARE))
@@ -85,9 +85,9 @@ def need_of(info: GgufInfo, embeds: bool, options: Mapping[str, Any], has_gpus: 
 
 
 def _n_on_gpu(info: GgufInfo, options: Mapping[str, Any]) -> int:
-    """Return how many layers go to GPUs: the last ones, with the output as the very last."""
+    """Return how many layers go to GPUs. Layers are counted from the end, and the output counts as the last layer."""
     if options.get("rpc"):
-        return 0  # workers get layers first: how many this machine keeps is not known
+        return 0  # RPC workers get layers first, and how many are left for this machine is not known
     n = options.get("n_gpu_layers", -1)
     return info.n_layer + 1 if n < 0 else min(n, info.n_layer + 1)
 
@@ -101,7 +101,7 @@ def _weights_bytes(info: GgufInfo, n_on_gpu: int) -> tuple[float, float]:
         has_output = has_output or tensor.name == "output.weight"
         if int(block[1]) >= first if block else not _INPUT.match(tensor.name):
             on_gpu += tensor_bytes(tensor)
-    # Where the output uses the weights of the input, GPUs get a copy.
+    # If the output shares its weights with the input, GPUs get a copy of them.
     copied = (
         0 if has_output or not n_on_gpu else sum(tensor_bytes(t) for t in info.tensors if t.name == _TOKENS)
     )
@@ -114,7 +114,7 @@ def _cells_bytes(info: GgufInfo, n_ctx: int, options: Mapping[str, Any]) -> floa
     It is an upper bound: layers with a sliding window may hold fewer cells.
     """
     types = (str(options.get(name, "f16")) for name in ("type_k", "type_v"))
-    k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses others
+    k, v = (kind if kind in TYPE_BYTES else "f16" for kind in types)  # the engine refuses unknown types
     sizes = memory_sizes(info.metadata, info.n_layer, info.n_embd, k, v)
     n_seq_max = options.get("n_seq_max") or _USUAL_SLOTS
     n_earlier = _DRAFT_STATES if options.get("draft") == "mtp" else 0

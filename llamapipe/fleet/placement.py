@@ -26,8 +26,8 @@ class Placement:
 def placements(n: int | None, use_gpus: bool) -> list[Placement]:
     """Return where ``n`` workers compute; None: one worker per GPU or, without GPUs, per NUMA node.
 
-    Workers get disjoint cores. With fewer workers than GPUs each gets several; with more, they share them. Raises
-    ValueError if there are fewer cores than workers, OSError if the native libraries cannot be loaded.
+    Workers get disjoint cores. With fewer workers than GPUs, each gets several GPUs; with more, workers share GPUs.
+    Raises ValueError if there are fewer cores than workers, OSError if the native libraries cannot be loaded.
     """
     shares = None if n is None else core_shares(n)
     gpus = gpu_names() if use_gpus else []
@@ -62,9 +62,9 @@ def free_gpu_memory() -> int:
 
 
 def _gpus() -> list[tuple[str, int]]:
-    """Return the names of the GPUs and the free bytes of their own memory.
+    """Return the name of each GPU and the free bytes of its dedicated memory.
 
-    A child process finds them, because a supervisor loads no native code.
+    A child process finds the GPUs, because a supervisor loads no native code.
     """
     answer = subprocess.run(
         command_calling(print_gpus),

@@ -2,19 +2,19 @@
 
 Open this file to change when a model is loaded and when it ends.
 
-A model's process is a worker: see ``worker``. It has one model and ends with it, so a crash affects only this model's
-requests, and all memory returns to the system.
+A model's process is a worker (see ``worker``). It has one model and ends when the model is unloaded. A crash therefore
+affects only this model's requests, and all memory returns to the system.
 
 A model is *unloaded*, *loading*, *loaded* or *unloading*. The first request for it starts the load, and later requests
-wait for the same load. The reason of a failed load is remembered for a few seconds, so that a client that retries does
-not load in a loop.
+wait for the same load. A failed load is not tried again for a few seconds, so that a client that retries does not cause
+a loop of loads.
 
-A load needs room. Idle models are ended, the least recently used first, but never one that has a request or is pinned;
-the load begins when their processes are gone. If none can end, it waits until one becomes idle. A model that always has
-a request never becomes idle: after some seconds it gets no new requests, answers the ones it has, and ends. ``budget``
-has this rule. A load that waits for room is given up when its last client hangs up.
+A load needs room. Idle models end for it, the least recently used first, except pinned ones. The load begins when their
+processes are gone. If none can end, the load waits until one becomes idle. A model that always has a request never
+becomes idle: after some seconds it gets no new requests, answers the ones it has, and ends. ``budget`` chooses the
+models. A load that waits for room is given up when its last client hangs up.
 
-On the event loop's thread.
+Use everything here on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from types import EllipsisType
 
 _PATIENCE_S = 3.0  # after this time a load may end models that are never idle
-_RETRY_S = 10.0  # a failed load is not tried again before
+_RETRY_S = 10.0  # a failed load is tried again only after this time
 _STOP_S = 30.0  # a process that was asked to end is killed after this time
-_END_S = 3.0  # a process that has closed a connection without an answer ends within this time
+_END_S = 3.0  # how long to wait for the end of a process that closed a connection without an answer
 _SCRAPE_S = 2.0
 _MOST_COPIES = 100
 _LATEST = ":latest"
@@ -73,8 +73,9 @@ class PooledModel:
     ``copies``: more names, which clients gave it until the server ends. ``n_users``: the number of requests that it is
     answering or that wait for it. ``n_running``: the number that it is answering. ``ttl_s``: seconds without a request
     until it ends; None: never. ``expires_at``: the time of that end, by ``monotonic``. ``failure``: why its last load
-    or process ended. ``load_s``: how long the last load took; ``loaded_at``: when it finished. ``memory``: the memory
-    it takes; nothing while unloaded. ``measured_bytes``: the most system memory that its processes have taken.
+    failed or its last process ended. ``load_s``: how long the last load took; ``loaded_at``: when it finished, by
+    ``monotonic``. ``memory``: the memory it takes; nothing while unloaded. ``measured_bytes``: the most system memory
+    that its processes have taken.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -92,7 +93,7 @@ class PooledModel:
         self.failure: str | None = None
         self.failed_at = 0.0
         self.load_s = 0.0
-        self._looking = asyncio.Lock()  # one look at its file serves all that want to know
+        self._looking = asyncio.Lock()  # its file is read once, even if several tasks need its facts
         self._loading: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -122,18 +123,17 @@ class PooledModel:
         return 0.0 if self.process is None else self.process.progress
 
     def patience_s(self, waited_s: float) -> float:
-        """Return the seconds until it may end for a model that has waited ``waited_s``.
+        """Return the seconds until it may end for another model that has waited ``waited_s``.
 
-        0 means now, and infinity means that waiting does not help. A model with requests also may not end before it has
-        been loaded for a while. Otherwise two models that do not fit together would end each other before a request is
-        answered.
+        0 means now, and infinity means that waiting does not help. A model with requests stays loaded for at least
+        ``_PATIENCE_S``. Otherwise, two models that do not fit together would end each other before they answer.
         """
         if self.state is not ModelState.LOADED or self.entry.keep:
             return math.inf
         return max(_PATIENCE_S - min(waited_s, monotonic() - self.loaded_at), 0.0) if self.n_users else 0.0
 
     def tenure(self, waited_s: float) -> Tenure:
-        """Return the memory it holds, and whether it may end for a model that has waited ``waited_s``."""
+        """Return the memory it holds, and whether it may end for another model that has waited ``waited_s``."""
         used_at = math.inf if self.n_users else self.used_at
         return Tenure(self.memory, used_at, self.patience_s(waited_s) == 0.0)
 
@@ -145,12 +145,12 @@ class Pool:
     """The models of one server.
 
     ``entries``: the models that may be loaded. ``command``: starts a process when ``--worker OPTIONS`` is appended.
-    ``look``: finds out what a load needs, downloads the file if necessary, and raises OSError or ValueError if there is
-    no file. ``budget``: memory that all processes together may take; None: no limit. ``folder``: the parent of the
-    folders in which ended models keep their cached prefixes until they are loaded again; None: they are not kept.
-    ``cache_dir``: the command-line option, for models whose entry does not set it; with it the pool keeps nothing.
-    ``n_requests``: how many requests have an entry about where their time went. Raises ValueError if two models have
-    the same name.
+    ``look``: returns the facts that a load needs, downloads the file if necessary, and raises OSError or ValueError if
+    there is no file. ``budget``: memory that all processes together may take; None: no limit. ``folder``: the parent of
+    the folders in which ended models keep their cached prefixes until they are loaded again; None: they are not kept.
+    ``cache_dir``: the command-line option, for models whose entry does not set it; ``folder`` is not used for these.
+    ``n_requests``: the maximum number of entries of ``GET /requests``. Raises ValueError if two models have the same
+    name.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Pool:
         taken_names(entries)  # raises
         self.models = [PooledModel(entry) for entry in entries]
         self._by_name = _by_name(self.models)
-        self._leaving: list[PooledModel] = []  # no longer served, and their processes have not ended
-        self._added: list[ModelEntry] = []  # by clients
+        self._leaving: list[PooledModel] = []  # not served any more, but still running
+        self._added: list[ModelEntry] = []  # entries that clients added
         self.budget = budget or Budget()
         self._folder = folder
         self._cache_dir = cache_dir
@@ -177,9 +177,9 @@ class Pool:
         self._look = look
         self._n_started = 0
         self._totals = Totals(n_requests)
-        self._turn = asyncio.Lock()  # to make room, in the order of the requests
+        self._turn = asyncio.Lock()  # loads make room one after the other, in the order of their requests
         self._changed = asyncio.Event()
-        self._n_news = 0  # changes of what ``/models/sse`` tells
+        self._n_news = 0  # the number of changes that ``/models/sse`` reports
         self._news = asyncio.Event()
         self._is_ending = False
         self._tasks = Tasks()
@@ -202,12 +202,12 @@ class Pool:
         )
 
     def get(self, name: str) -> PooledModel | None:
-        """Return the model with this name, if there is one."""
+        """Return the model with this name, with or without ``:latest``; None if there is none."""
         known = (name, name.removesuffix(_LATEST), name + _LATEST)
         return next((self._by_name[form] for form in known if form in self._by_name), None)
 
     async def identify(self, models: Sequence[PooledModel]) -> None:
-        """Read the local files that are not known yet. If a file is bad, its load reports that."""
+        """Read the local files whose facts are not known yet. Skips bad files, because their loads report the error."""
         for model in models:
             async with model._looking:
                 if model.facts is None and not self._has_just_failed(model) and model.entry.is_local:
@@ -225,9 +225,9 @@ class Pool:
 
     # ---- watching
     async def news(self, seen: int) -> int | None:
-        """Wait until states, names or the progress of a load have changed. None if the server is ending.
+        """Wait until states, names or the progress of a load have changed. Returns None if the server is ending.
 
-        ``seen``: the previous result, at first 0. All changes since then count as one.
+        ``seen``: the previous result, at first 0. Several changes since then give one result.
         """
         while self._n_news == seen and not self._is_ending:
             self._news.clear()
@@ -235,7 +235,7 @@ class Pool:
         return None if self._is_ending else self._n_news
 
     def end_watches(self) -> None:
-        """End all ``news``, so that the server can end. Requests that wait for a load still get it."""
+        """End all calls of ``news``, so that the server can end. Requests that wait for a load still get it."""
         self._is_ending = True
         self._news.set()
 
@@ -252,10 +252,10 @@ class Pool:
     async def lease(
         self, model: PooledModel, ttl_s: float | EllipsisType | None = ...
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """Keep a model from being ended in the block. Yields a task that is done when the model is loaded.
+        """Load a model and count a request for it in the block. Yields a task that is done when it is loaded.
 
-        ``ttl_s``: how long the model stays loaded after this request, instead of its entry's time. The task raises
-        ApiError if the model cannot be loaded.
+        ``ttl_s``: the seconds that the model stays loaded after this request; None: forever; by default, its entry's
+        ``ttl_s``. The task raises ApiError if the model cannot be loaded.
         """
         model.n_users += 1
         model.ttl_s = model.entry.ttl_s if ttl_s is ... else ttl_s
@@ -299,10 +299,10 @@ class Pool:
 
     @asynccontextmanager
     async def connection(self, model: PooledModel) -> AsyncIterator[Upstream]:
-        """Lend a connection to a loaded model's process. Raises ConnectionError if it has ended."""
+        """Lend a connection to a loaded model's process. Raises ConnectionError if the process has ended."""
         upstream = model._upstreams.take()
         if upstream is None:
-            # Those that it has not taken are kept in its socket, which holds few.
+            # Connections that the process has not taken wait in its socket, which holds few.
             while (
                 model.process is not None
                 and model.process.state is State.READY
@@ -318,15 +318,15 @@ class Pool:
             model._upstreams.put_back(upstream)
 
     async def has_ended(self, model: PooledModel, process: WorkerProcess | None) -> bool:
-        """Return whether a process that closed a connection has ended, after waiting for a while.
+        """Wait ``_END_S`` at most, and return whether a process that closed a connection has ended.
 
-        A ``process`` of None was gone already.
+        ``process``: None if it had ended before.
         """
         if process is None:
             return True
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.ended.wait(), _END_S)
-        while process.state is State.ENDED and model.process is process:  # `_bury` does the rest
+        while process.state is State.ENDED and model.process is process:  # `_bury` forgets the process
             await self._next_change()
         return process.state is State.ENDED
 
@@ -370,12 +370,12 @@ class Pool:
             model._loading = None
             if model.state is ModelState.LOADING:
                 self._set(model, ModelState.UNLOADED)
-                if model.process is None:  # else `_bury` does it, when the memory is free
+                if model.process is None:  # otherwise `_bury` resets it, when the memory is free
                     model.memory = Memory()
             self._changed.set()
 
     def _measure(self, model: PooledModel) -> None:
-        """Count the memory that the process has taken, if it is more than was estimated from its file."""
+        """Count the process's resident memory, if it is more than the estimate from the file."""
         if model.process is not None and model.state is not ModelState.UNLOADED:
             n_bytes = max(model.memory.n_bytes, resident_bytes(model.process.pid))
             model.memory = Memory(n_bytes, model.memory.gpu_bytes)
@@ -386,7 +386,7 @@ class Pool:
         self._n_started += 1
         options = {**entry.options, **facts.options}
         kept = None if facts.embeds else self._private_folder(model)
-        yields = any(other.n_running for other in self._all)  # their streams come first
+        yields = any(other.n_running for other in self._all)  # running streams come before the load
         served = ServedModel(
             facts.file, entry.names, facts.embeds, options, None if kept is None else str(kept), yields
         )
@@ -394,7 +394,7 @@ class Pool:
             process = model.process = WorkerProcess(
                 self._n_started, self._command, self._placement, self._process_changed, served=served
             )
-        except OSError as e:  # such as for want of descriptors or memory
+        except OSError as e:  # for example, no descriptors or memory are left
             raise _cannot_load(model, f"its process cannot be started: {e}") from None
         _log.info("%s loads in process %d", model.name, process.pid)
         self._tasks.start(self._bury(model, process))
@@ -420,10 +420,10 @@ class Pool:
         return self._folder / sha256(model.name.encode()).hexdigest()
 
     async def forget_prefixes(self, model: PooledModel, is_wanted: Callable[[Hashable], bool]) -> None:
-        """Delete the cached prefixes with wanted keys that an ended model has left. Raises OSError.
+        """Delete the cached prefixes that an ended model has left and whose keys are wanted. Raises OSError.
 
-        If models share a folder, other models' prefixes are deleted as well: only an engine can tell which files are
-        its own.
+        If models share a folder, this also deletes the prefixes of other models, because only an engine can tell which
+        files are its own.
         """
         if model._unloading is not None:
             await asyncio.wait([model._unloading])
@@ -432,13 +432,13 @@ class Pool:
             await asyncio.to_thread(cache_file.forget, folder, is_wanted)
 
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
-        """Wait for the end of a process, and keep its last report."""
+        """Wait for the end of a process, keep its last report, and mark its model as unloaded."""
         await process.ended.wait()
         self._totals.keep(labelled(process.families, model=model.name), process.requests)
         was_loaded = model.state is ModelState.LOADED
         model.process = None
         model._upstreams.close()
-        if was_loaded:  # by itself; while it loads, `_load` does the rest
+        if was_loaded:  # it ended by itself; `_load` handles a process that ends while it loads
             why = process.exit_text if process.failure is None else f"failed: {process.failure[0]}"
             model.failure = f"process {process.pid} {why}"
             model.failed_at = 0.0  # the next request loads it again
@@ -454,16 +454,16 @@ class Pool:
         why = self.budget.refusal(needed, pinned)
         if why is not None:
             raise _cannot_load(model, why)
-        # The memory that it took before is no reason to refuse it: at most all that there can be is needed.
+        # The memory that it took before counts only up to the budget, so that it is never a reason to refuse the load.
         most = int(min(model.measured_bytes, self.budget.most_bytes(pinned)))
         needed = Memory(max(needed.n_bytes, most), needed.gpu_bytes)
-        if self.budget.fits(self.used + needed):  # nobody waits for another model without need
+        if self.budget.fits(self.used + needed):  # there is room: it need not wait for its turn
             model.memory = needed
             return
         began = monotonic()
         async with self._turn:
             while not self.budget.fits(self.used + needed):
-                if not model.n_users:  # its clients have hung up: no other model ends for it
+                if not model.n_users:  # its clients have hung up, so no other model should end for it
                     raise _unloaded(model)
                 there = [other for other in self._all if other.memory]
                 waited_s = monotonic() - began
@@ -481,7 +481,7 @@ class Pool:
             model.memory = needed
 
     def unload(self, model: PooledModel) -> asyncio.Task[None]:
-        """End a model's process when its requests are answered. The task is done when the process is gone."""
+        """End a model's process when its requests are answered. The returned task is done when the process is gone."""
         if model._unloading is None:
             if model.state is ModelState.LOADED:
                 self._set(model, ModelState.UNLOADING)
@@ -496,9 +496,9 @@ class Pool:
             process = model.process
             if process is None:
                 return
-            while model.n_running and process.state is not State.ENDED:  # it gets no further ones
+            while model.n_running and process.state is not State.ENDED:  # it gets no further requests
                 await self._next_change()
-            await process.refresh(_SCRAPE_S)  # its last counters
+            await process.refresh(_SCRAPE_S)  # get its last counters
             process.stop(keeps_cache=model in self.models)
             try:
                 await asyncio.wait_for(process.ended.wait(), _STOP_S)
@@ -513,7 +513,7 @@ class Pool:
             self._changed.set()
 
     def expire_after(self, model: PooledModel, ttl_s: float | None) -> None:
-        """Set how long a model stays loaded without a request; None: forever."""
+        """Set how many seconds a model stays loaded without a request; None: forever."""
         model.ttl_s = ttl_s
         if not model.n_users:
             self._expire_later(model)
@@ -540,10 +540,10 @@ class Pool:
                 self.load(model).add_done_callback(_log_failure)
 
     def replace(self, entries: Sequence[ModelEntry]) -> None:
-        """Serve these models from now on. Models whose process would be the same stay loaded.
+        """Replace the list of models. Models whose process would be the same stay loaded.
 
-        The others answer their requests and end. Models and names that clients added stay, unless a new model has the
-        name. Raises ValueError, and changes nothing, if two models have the same name.
+        Other models answer their requests and end. Models and names that clients added stay, unless a new model has the
+        same name. Raises ValueError if two models have the same name, and then changes nothing.
         """
         before = {model.name: model for model in self.models}
         taken = taken_names(entries)
@@ -573,7 +573,7 @@ class Pool:
     def add(self, entry: ModelEntry) -> None:
         """Serve one more model, which a client downloaded, or a known model under more names.
 
-        Raises ValueError for a name that another model has.
+        Raises ValueError if another model has one of the names.
         """
         others = [model.entry for model in self.models if model.name != entry.name]
         taken_names((*others, entry))
@@ -582,7 +582,7 @@ class Pool:
         self.replace(entries)
 
     def copy(self, model: PooledModel, name: str) -> None:
-        """Give a model one more name until the server ends. A name that clients gave another model is moved.
+        """Give a model one more name until the server ends. A name that clients gave to another model is moved.
 
         Raises ApiError 400, 403.
         """
@@ -629,7 +629,7 @@ class Pool:
         return [model.entry for model in self.models if model.entry not in self._added]
 
     async def _leave(self, model: PooledModel) -> None:
-        while model.n_users:  # one that waits for its load gets its answer, too
+        while model.n_users:  # requests that wait for the load are also answered
             await self._next_change()
         if model._loading is not None:
             model._loading.cancel()
@@ -676,13 +676,13 @@ class Pool:
         return self._totals.with_live(labelled(process.families, model=model.name) for model, process in live)
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of the most recent requests to all models went, the newest first."""
+        """Return the entries of ``GET /requests`` of all models, the newest first."""
         return self._totals.requests_with(
             process.requests for _, process in await self._refreshed("requests")
         )
 
     async def _refreshed(self, about: Subject) -> list[tuple[PooledModel, WorkerProcess]]:
-        """Ask the models' processes and return the models with a process, without those that are ending."""
+        """Refresh the reports of all processes, and return the models whose process has not ended meanwhile."""
         asked = [model.process for model in self._all if model.process is not None]
         await asyncio.gather(*(process.refresh(_SCRAPE_S, about) for process in asked))
         return [(model, model.process) for model in self._all if model.process is not None]
@@ -694,12 +694,12 @@ class Pool:
         """
         for model in self._all:
             process = model.process
-            if model.state is ModelState.LOADING:  # it may have come further
+            if model.state is ModelState.LOADING:  # its progress may have changed
                 self._tell()
             if process is not None:
                 leaves = process.state is State.LEAVING and process.failure is None
                 if leaves and model.state is ModelState.LOADED:
-                    self.unload(model)  # a signal ended it: new requests wait for the next process
+                    self.unload(model)  # a signal ended the process; new requests wait for the next one
                 refused = [*process.refused, *(process.untaken if process.state is State.ENDED else ())]
                 for sock in refused:
                     sock.close()
@@ -720,7 +720,7 @@ _LOAD_FAILED = "model_load_failed"
 
 
 def _cannot_load(model: PooledModel, why: str) -> ApiError:
-    """Return the error for a request whose model cannot be loaded, and remember the reason."""
+    """Return the error for a request whose model cannot be loaded, and record the reason in the model."""
     if model.failure != why:
         model.failure, model.failed_at = why, monotonic()
     return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)

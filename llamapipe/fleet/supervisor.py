@@ -29,8 +29,8 @@ from llamapipe.server.metrics import Family
 
 _log = logging.getLogger("llamapipe.server")
 _ACCEPT_AT_ONCE = 64
-_SCRAPE_S = 2.0  # how long the metrics of one worker hold up those of all
-_ACCEPT_PAUSE_S = 0.1  # after a connection could not be accepted for want of descriptors
+_SCRAPE_S = 2.0  # the longest wait for one worker's metrics
+_ACCEPT_PAUSE_S = 0.1  # the pause after a connection could not be accepted because no descriptors were left
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Backoff:
     """The delay before a restart, which doubles after each short life of a worker. Pure.
 
     ``first_s``, ``most_s``: the first and the longest delay. ``long_s``: after a worker that served this long, the next
-    one starts immediately. ``n_attempts``: how many workers in a row may end before they are ready; then no other one
-    starts.
+    one starts immediately. ``n_attempts``: after this many workers in a row that ended before they were ready, no other
+    worker starts.
     """
 
     first_s: float = 0.5
@@ -50,9 +50,9 @@ class Backoff:
     _n_failed: int = field(default=0, init=False)
 
     def delay_s(self, served_s: float | None) -> float | None:
-        """Return the delay after a worker that served for ``served_s`` seconds, or was never ready if that is None.
+        """Return the seconds to wait after a worker that served for ``served_s`` seconds; None: it was never ready.
 
-        Returns None if there should be no further attempt.
+        Returns None if no other worker should start.
         """
         self._n_failed = self._n_failed + 1 if served_s is None else 0
         if self._n_failed >= self.n_attempts:
@@ -86,8 +86,8 @@ class Supervisor:
     """Workers on one port. For the main thread, whose signals it handles while it runs.
 
     ``command``: starts a worker when ``--worker OPTIONS`` is appended. ``listener``: a listening socket. ``announce``:
-    called once, when all workers are ready. ``n_requests``: how many requests ``/requests`` shows. ``backoff``: makes
-    the restart rule of each worker.
+    called once, when all workers are ready. ``n_requests``: how many requests ``/requests`` shows. ``backoff``: called
+    for each slot to create its restart rule.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Supervisor:
         self._listener = listener
         self._announce = announce
         self._slots = [_Slot(i, placement, backoff()) for i, placement in enumerate(placements)]
-        self._alive: set[WorkerProcess] = set()  # also those that leave
+        self._alive: set[WorkerProcess] = set()  # including workers that retire
         self._totals = Totals(n_requests)
         self._n_restarts = 0
-        # Connections that were accepted, and whose worker could not take them, or ended before it did.
+        # Accepted connections whose worker refused them, or ended before it took them.
         self._homeless: deque[socket.socket] = deque()
         self._tasks = Tasks()
         self._is_accepting = self._paused = False
@@ -118,7 +118,7 @@ class Supervisor:
         return f"<Supervisor n_workers={len(self._slots)}>"
 
     def run(self) -> None:
-        """Serve until SIGTERM or Ctrl-C. Raises WorkerFailedError if a worker cannot serve, OSError."""
+        """Serve until SIGTERM or Ctrl-C. Raises OSError, and WorkerFailedError if a worker cannot serve."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -136,9 +136,9 @@ class Supervisor:
             done, _ = await asyncio.wait([stop, *work], return_when=asyncio.FIRST_COMPLETED)
             await self._end(work)
             for task in done - {stop}:
-                task.result()  # raises what ended the server
+                task.result()  # raises the exception that ended the server
         finally:
-            for worker in self._alive:  # only if the above failed: no worker outlives this process
+            for worker in self._alive:  # only if the code above failed: no worker may outlive this process
                 worker.kill()
             stop.cancel()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -174,7 +174,7 @@ class Supervisor:
         worker = slot.worker = self._start(slot)
         while True:
             await worker.ended.wait()
-            if slot.worker is not worker and slot.worker is not None:  # it was replaced
+            if slot.worker is not worker and slot.worker is not None:  # the worker was replaced
                 worker = slot.worker
                 continue
             if worker.failure is not None and not self._announced:
@@ -204,11 +204,11 @@ class Supervisor:
             await self._replace_all()
 
     async def _replace_all(self) -> None:
-        """Replace the workers one after the other, each when its replacement is ready."""
+        """Replace the workers one after the other. Each old worker retires when its replacement is ready."""
         for slot in self._slots:
             old = slot.worker
             if old is None or old.state is not State.READY:
-                continue  # its slot starts the next one anyway
+                continue  # its slot starts the next worker anyway
             new = self._start(slot)
             await new.settled.wait()
             if new.state is not State.READY:
@@ -219,7 +219,7 @@ class Supervisor:
                     what,
                 )
                 return
-            if slot.worker is not old:  # it ended meanwhile, and its slot has started another one
+            if slot.worker is not old:  # the old worker ended meanwhile, and its slot has started another
                 new.retire()
                 await new.ended.wait()
                 continue
@@ -327,7 +327,7 @@ class Supervisor:
     async def _answer(self, asker: WorkerProcess, number: int, about: Subject) -> None:
         workers = sorted(self._alive, key=lambda worker: worker.pid)
         await asyncio.gather(*(worker.refresh(_SCRAPE_S, about) for worker in workers))
-        workers = [worker for worker in workers if worker in self._alive]  # else it is among the ended
+        workers = [worker for worker in workers if worker in self._alive]  # the totals have the others
         if about == "requests":
             asker.answer(number, self._totals.requests_with(worker.requests for worker in workers))
         else:

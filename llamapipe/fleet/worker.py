@@ -1,6 +1,6 @@
 """Runs in each worker process of a fleet: serves the connections that the supervisor hands over.
 
-The worker also asks the supervisor about the other workers.
+The worker also asks the supervisor for the metrics and requests of the other workers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
 
-_ANSWER_S = 5.0  # the supervisor waits less for a busy worker
-_RETIRE_IDLE_S = 5  # a retiring worker waits this long for a request on a connection
+_ANSWER_S = 5.0  # longer than the supervisor waits for a busy worker
+_RETIRE_IDLE_S = 5  # how long a retiring worker waits for a request on a connection
 
 
 class Worker:
     """One worker's link to its supervisor.
 
-    Create it before the model is loaded. From then on the process ends when its supervisor does; once it is serving, it
-    drains first. ``n_ready``, ``n_workers``: how many of the server's workers are ready, and how many there are, as the
-    supervisor last reported. ``keeps_cache``: save cached prefixes for the model's next process.
+    Create it before the model is loaded. From then on, the process ends when its supervisor ends; once the worker is
+    serving, it drains first. ``n_ready``, ``n_workers``: how many of the server's workers are ready, and how many there
+    are, as the supervisor last reported. ``keeps_cache``: save cached prefixes for the model's next process.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -50,7 +50,7 @@ class Worker:
         self.n_ready = self.n_workers = 0
         self.keeps_cache = self._has_failed = False
         limit_cores(options.n_threads)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # for the supervisor
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # only the supervisor handles it
         self._connections = socket.socket(fileno=options.connections)
         self._connections.setblocking(False)
         self.is_serving = False
@@ -64,9 +64,9 @@ class Worker:
         return f"<Worker {self.options.index}>"
 
     def _watch(self) -> None:
-        """End the process if the supervisor ends during a load, which cannot be interrupted otherwise."""
+        """End the process if the supervisor ends during a load, which nothing else can interrupt."""
         poll = select.poll()
-        poll.register(self._connections, 0)  # only the hang-up, which poll() always reports
+        poll.register(self._connections, 0)  # no events but the hang-up, which poll() always reports
         poll.poll()
         if not self.is_serving:
             os._exit(1)
@@ -82,7 +82,7 @@ class Worker:
         asyncio.get_running_loop().add_reader(self._connections, self._read)
 
     async def finish(self) -> None:
-        """Report the last metrics and requests; the supervisor sends no more connections."""
+        """Report the last metrics and requests, and stop taking connections."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections)
         loop.remove_writer(self._connections)
@@ -111,16 +111,16 @@ class Worker:
         return rendered(Family(*family) for family in families)
 
     async def requests(self) -> list[dict[str, Any]]:
-        """Return where the time of the most recent requests to all workers went.
+        """Return the entries of ``GET /requests`` of all workers.
 
-        If the supervisor does not answer, return only this worker's requests.
+        If the supervisor does not answer, return only this worker's entries.
         """
         requests = await self._ask("requests")
         return self._recent() if requests is None else requests
 
     def _recent(self) -> list[dict[str, Any]]:
         entries = self._server.state.recent.entries()
-        if self.options.served is not None:  # they name the model
+        if self.options.served is not None:  # these entries name the model
             return entries
         return [{**entry, "worker": self.options.index} for entry in entries]
 
@@ -146,7 +146,7 @@ class Worker:
         except OSError:
             data, descriptors = b"", []
         if data == link.CONNECTION:
-            # Without a free descriptor the kernel keeps the socket.
+            # Without a free descriptor, no socket arrives with the byte.
             self._send(link.TAKEN if descriptors else link.REFUSED)
             for descriptor in descriptors:
                 self._server.connect(_tcp_socket(descriptor), partial(self._send, link.ENDED))
@@ -194,7 +194,7 @@ class Worker:
                 answer.set_exception(ConnectionError("the supervisor has ended"))
 
     async def _tell(self, number: int, about: Subject) -> None:
-        with suppress(Exception):  # the engine may be closed
+        with suppress(Exception):  # for example, the engine is closed
             answer = (
                 self._recent() if about == "requests" else await asyncio.to_thread(self._metrics.families)
             )
@@ -202,7 +202,7 @@ class Worker:
 
 
 def _tcp_socket(descriptor: int) -> socket.socket:
-    """Return a descriptor's socket with its protocol, which some systems do not report. See ``bound_socket``."""
+    """Return a descriptor's socket and set its protocol, which some systems do not report. See ``bound_socket``."""
     sock = socket.socket(fileno=descriptor)
     if sock.proto == socket.IPPROTO_TCP:
         return sock
@@ -262,8 +262,8 @@ class WorkerServer(HttpServer):
             self._tasks.start(self._retire())
 
     async def _retire(self) -> None:
-        # Closing a connection immediately could cross a request on its way, which would then fail. So the next answer
-        # on each connection announces that it is the last one, and only idle connections are closed.
+        # If a connection were closed immediately, a request on its way would fail. So the next answer on each
+        # connection announces that it is the last, and only idle connections are closed.
         close = (b"connection", b"close")
         self.config.encoded_headers = [*self.config.encoded_headers, close]
         self.server_state.default_headers = [*self.server_state.default_headers, close]
@@ -285,7 +285,7 @@ class WorkerServer(HttpServer):
                 connection.shutdown()
 
     def stop(self, cancel: bool) -> None:
-        """Refuse new requests and end when the running ones are answered, or immediately if ``cancel``."""
+        """Refuse new requests, and end when the running ones are answered, or immediately if ``cancel``."""
         self.state.draining = self.should_exit = True
         if cancel:
             self.force_exit = True

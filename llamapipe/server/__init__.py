@@ -26,6 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use. Raises ImportError, which names the extra to install."""
+    """Import a public name on first use. Raises ImportError, which names the extra to install, or AttributeError."""
     value = globals()[name] = imported_name(__name__, _HOMES, name, "server")
     return value

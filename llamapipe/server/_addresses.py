@@ -2,7 +2,7 @@
 
 Open it to change which hosts a request can make this server connect to, for images (``--media-url``) or MCP servers
 (``--mcp-url``). A name that resolves to a private address is refused. The connection goes to the address that was
-checked, because the name may resolve to another one a moment later.
+checked, because the name may resolve to a different address a moment later.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Refused(Exception):  # noqa: N818 - becomes an ApiError
 def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tuple[str, int]:
     """Return the host and the port of an address.
 
-    Raises Refused if the operator does not allow them, ValueError for a bad port. ``allowed``: the allowed hosts, with
-    a port unless it is the scheme's default. ``option``: the option that allows another host, for the message.
+    ``allowed``: the allowed hosts, with a port unless it is the scheme's default. ``option``: the command-line option
+    that allows more hosts, for the message. Raises Refused for a host that is not allowed, ValueError for a bad port.
     """
     host, default = split.hostname or "", _PORTS.get(split.scheme, 0)
     port = default if split.port is None else split.port
@@ -43,12 +43,12 @@ def allowed_host(split: SplitResult, allowed: Sequence[str], option: str) -> tup
 
 
 def address_of(host: str, port: int) -> str:
-    """Look up the address of a host. Blocks.
+    """Return the IP address of a host. Blocks.
 
-    Raises Refused if a name resolves to a private address. If ``host`` is itself an address, it is returned unchecked.
+    Raises Refused if a name resolves to a private address. If ``host`` is itself an address, returns it unchecked.
     """
     with suppress(ValueError):
-        return str(ipaddress.ip_address(host))  # the operator allows it
+        return str(ipaddress.ip_address(host))  # the operator allowed this address itself
     addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     if not addresses or not all(map(is_public, addresses)):
         raise Refused("its host has an address of a private network")
@@ -56,7 +56,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def is_public(text: str) -> bool:
-    """Return whether an address is on the public internet: neither private nor loopback nor multicast."""
+    """Return whether an IP address is on the public internet: neither private nor loopback nor multicast."""
     address = ipaddress.ip_address(text.partition("%")[0])
     inner = None
     if isinstance(address, ipaddress.IPv6Address):

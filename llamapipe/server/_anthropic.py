@@ -24,13 +24,13 @@ from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.server.json_bytes import event
 
-# Tools that Anthropic's service runs, or whose definition only its models know; a date follows the name.
+# Tools that Anthropic's service runs, or whose definitions only its models know. In a request, a date follows the name.
 _HOSTED = ("advisor", "bash", "browser_toolset", "code_execution", "computer", "mcp_toolset", "memory",
            "text_editor", "tool_search_tool_bm25", "tool_search_tool_regex", "web_fetch", "web_search")  # fmt: skip
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons before it answers, and with how many tokens at most."""
+    """Whether the model reasons before it answers, and the maximum tokens of its reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -76,7 +76,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
 
     @property
     def hosted(self) -> str | None:
-        """The name of a tool that the model does not see because nobody here can run it; None for other tools."""
+        """The tool's name, if the model does not see the tool because nobody here can run it; else None."""
         base = (self.type or "").rstrip("0123456789_")
         return base if base in _HOSTED else None
 
@@ -91,7 +91,7 @@ class ClientTool(msgspec.Struct, kw_only=True):
             )
         if self.name is None:
             raise ApiError(400, "tools: a tool needs a name", "tools")
-        if self.input_schema is None:  # or it has a name of another API, such as parameters
+        if self.input_schema is None:  # it is missing, or has another API's name, such as parameters
             raise ApiError(
                 400,
                 f'the tool {quoted(self.name)} has no input_schema; one without arguments has {{"type": "object"}}',
@@ -119,7 +119,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Anthropic's, for what its service does: caches, billing, storage, tools that it runs.
+    # Fields about Anthropic's service: caches, billing, storage, and tools that it runs.
     betas: Annotated[list[str] | None, Unused([])] = None
     cache_control: Annotated[dict[str, Any] | None, Unused()] = None
     compaction: Annotated[dict[str, Any] | None, Unused()] = None
@@ -130,7 +130,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_id: Annotated[str | None, Unused()] = None
 
     def unused(self) -> tuple[str, ...]:
-        """Return the tools that the model does not see, and the fields of others without effect, for the header."""
+        """Return the tools that the model does not see, and the other tools' fields without effect, for the header."""
         tools = self.tools or ()
         names = [(tool.hosted,) if tool.hosted is not None else unused(tool) for tool in tools]
         return tuple(dict.fromkeys(f"tools.{name}" for name in chain.from_iterable(names)))
@@ -161,7 +161,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     inference_geo: Annotated[str | None, Unused()] = None
     metadata: Annotated[dict[str, Any] | None, Unused({})] = None
     service_tier: Annotated[str | None, Unused("auto", "standard_only")] = None
-    # The tool runners of Anthropic's clients give it, and send the conversation themselves once they read the details.
+    # The tool runners of Anthropic's clients set it. Once they read the details, they send the conversation instead.
     thread: Annotated[
         Any,
         Only(
@@ -263,7 +263,7 @@ def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
 
 
 def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
-    """Return the engine's ``tool_choice``, and whether several calls are allowed."""
+    """Return the engine's ``tool_choice``, and whether an answer may have several calls."""
     if tool_choice is None:
         return ("auto" if has_tools else "none"), True
     if tool_choice.type == "auto" and not has_tools:
@@ -291,7 +291,7 @@ _READ = ("text", "document", "search_result")
 
 
 def messages_of(request: CountRequest) -> list[Message]:
-    """Return the conversation, with the system prompt first. Raises ApiError 400, which names the field."""
+    """Return the conversation in OpenAI's form, with the system prompt first. Raises ApiError 400, with the field."""
     messages: list[Message] = []
     if request.system is not None:
         messages.append({"role": "system", "content": _text("system", request.system)})
@@ -379,7 +379,7 @@ def _assistant(blocks: Blocks) -> list[Message]:
         elif kind == "tool_use":
             if "input" not in block:
                 raise wrong(place, "input", "a call needs its input")
-            # Anything is taken: a call that was cut off may have been repaired to no object.
+            # Any value is accepted: a client may have repaired a call that was cut off to a value that is no object.
             function = {"name": _string(place, block, "name"), "arguments": block["input"]}
             calls.append({"id": _string(place, block, "id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":  # only Anthropic's service can read it

@@ -2,13 +2,13 @@
 
 Open it to change when answers are computed, how many at once, and what their streams send.
 
-Every process that clients reach computes answers, as requests that it makes to itself; the front process of several
-models forwards them to the models' processes. ``_runs.py`` ensures that only one process computes each answer. A
-process that shuts down gives its runs back. When one dies, the lock on its file is released, so the others see
-immediately that it is gone.
+Every process that clients reach computes answers, by requests that it makes to itself. The front process of several
+models forwards these requests to the models' processes. ``_runs.py`` ensures that only one process computes each
+answer. A process that shuts down gives its runs back. When a process dies, the system releases the lock on its file,
+so the others see immediately that it is gone.
 
 A run that fails because the server is busy, or because the process of a model ended, is tried again later. Any other
-error becomes its answer.
+error ends the run and is stored in the answer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import typed_event
 
-_POLL_S = 1.0  # between two looks at what other processes have given or taken
-_FOLLOW_S = 0.1  # the same of a stream
-_AT_ONCE = 8  # of a process that has no engine
-_LATER_S = 2  # before the next attempt, where this one found the server busy
+_POLL_S = 1.0  # between two looks for free and cancelled runs
+_FOLLOW_S = 0.1  # between two looks for new events of a stream
+_AT_ONCE = 8  # the runs that a process without an engine computes at once
+_LATER_S = 2  # before the next attempt, if the server was busy
 _FRAME = b"\n\n"
-_ENDS = ("response.completed", "response.incomplete", "response.failed")  # told from what is stored
+_ENDS = ("response.completed", "response.incomplete", "response.failed")  # read from the stored answer
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -87,7 +87,7 @@ class Background:
         if self._batches is not None:
             await self._batches.stop()
         if self._presence.name:
-            with suppress(StoreError):  # others see that this process has ended
+            with suppress(StoreError):  # otherwise, others see that this process has ended
                 await self._store.write(self.runs.release, self._presence.name, None, 0, False)
             self._presence.sign_out()
 
@@ -117,7 +117,7 @@ class Background:
                 self._store.tell(e)
             except OSError as e:
                 self._store.tell(StoreError(f"nothing is computed in the background: {e}"))
-            except Exception as e:  # a defect; what waits stays
+            except Exception as e:  # a defect; the waiting runs are kept
                 _log.error("nothing is computed in the background", exc_info=e)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), _POLL_S)
@@ -129,7 +129,7 @@ class Background:
         for answer_id, task in self._tasks.items():
             if answer_id not in mine:
                 task.cancel()
-        for answer_id in mine - self._tasks.keys():  # which could not be given back when its attempt failed
+        for answer_id in mine - self._tasks.keys():  # those could not be given back before
             await self._store.write(self.runs.release, self.worker, answer_id, 0, True)
         n_free = self._n_at_once() - len(self._tasks)
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
@@ -172,13 +172,13 @@ class Background:
             else:
                 after_s = min(_LATER_S**run.n_attempts, MOST_LATER_S) if counts else _LATER_S
                 await self._store.write(self.runs.release, self.worker, run.id, after_s, counts)
-        except StoreError as e:  # it is given back later
+        except StoreError as e:  # `_look` gives the run back later
             self._store.tell(e)
 
     async def _outcome(self, run: Run) -> tuple[dict[str, Any] | None, bool | None]:
         """Compute a run; return its error, if it has one, and whether the attempt counts.
 
-        The second value is None if there is to be no further attempt.
+        The second value is None if there should be no further attempt.
         """
         try:
             key = self._gate.key_of(run.owner)
@@ -206,7 +206,7 @@ _NOT_STORED = {"code": "server_error", "message": "the answer was not stored"}
 
 
 class _Whole:
-    """Takes an answer that is not a stream, and looks only at its error."""
+    """Takes the parts of an answer that is not a stream, and reads only its error."""
 
     def __init__(self) -> None:
         self._body = b""
@@ -218,7 +218,7 @@ class _Whole:
         """Do nothing: there is nothing to wait for."""
 
     def error(self, status: int) -> dict[str, Any] | None:
-        """Return the error in the answer; None if it has none."""
+        """Return the error in an answer with HTTP status ``status``; None if it has none."""
         if status == 200:
             return None
         try:
@@ -229,7 +229,7 @@ class _Whole:
 
 
 class _Events(_Whole):
-    """Stores the events of a stream as they come. Events that arrive during a transaction go into the next one."""
+    """Stores the events of a stream as they arrive. Events that arrive during a transaction go into the next one."""
 
     def __init__(self, background: Background, run: Run) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _Events(_Whole):
         *frames, self._body = self._body.split(_FRAME)
         for frame in frames:
             data = frame.partition(b"data: ")[2]
-            if data:  # else it is a comment
+            if data:  # otherwise the frame is a comment
                 self._add(msgspec.json.decode(data))
         if self._waiting and self._storing is None:
             self._storing = asyncio.ensure_future(self._store())
@@ -299,7 +299,7 @@ def check(exchange: Exchange, stores: bool | None) -> None:
 
 
 async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any], is_stream: bool) -> Response:
-    """Answer a request whose run is stored: with the response so far, or with its stream."""
+    """Return the answer to a request whose run is stored: the response so far, or its stream."""
     wake(exchange)
     if is_stream:
         return EventStream(exchange, follow(exchange, answer_id, -1))
@@ -307,7 +307,7 @@ async def later(exchange: Exchange, answer_id: str, response: Mapping[str, Any],
 
 
 def wake(exchange: Exchange) -> None:
-    """Wake the task that computes stored runs, or stops them."""
+    """Wake the task that computes or cancels stored runs."""
     background = exchange.gate.background
     if background is not None:
         background.start()
@@ -315,7 +315,7 @@ def wake(exchange: Exchange) -> None:
 
 
 async def cancel(exchange: Exchange) -> Response:
-    """``POST /v1/responses/{id}/cancel``: cancels an answer in the background. One that has ended is not changed."""
+    """``POST /v1/responses/{id}/cancel``: cancels an answer in the background. Does not change one that has ended."""
     answer_id, store = exchange.path_params["id"], store_of(exchange)
     body, is_background = await write(exchange, store, Runs(store).cancel, answer_id)
     if not is_background:
@@ -340,7 +340,7 @@ async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerat
             raise ApiError(
                 400, f"starting_after is {after}; its events go to {told.n_final}", "starting_after"
             )
-        yield SUBMITTED  # there may be nothing else to tell
+        yield SUBMITTED  # there may be no events to send
         for number, event in told.events:
             yield event
             after = number

@@ -1,13 +1,13 @@
 """Computes clients' batches: files of requests, each answered as if a client had sent it.
 
-Open it to change the order of requests, how many are computed at once, or what happens to one that fails.
+Open it to change the order of requests, how many are computed at once, or what happens to a request that fails.
 
-The server makes each request of a batch to itself, with a lower priority than any client's request: it waits for those,
-and they preempt it. Its result and the counts of the batch are written in one transaction (``_files.py``). So after a
+The server makes each request of a batch to itself, with a lower priority than clients' requests, which go first and
+preempt it. A request's result and the counts of its batch are written in one transaction (``_files.py``). So after a
 kill, the server recomputes only requests that have no result.
 
 A request that a busy server refuses is tried again. A request that fails five times because its process ended, its
-model cannot be loaded, or the server failed, has that error as its result.
+model could not be loaded, or the server failed, gets that error as its result.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from llamapipe.server.gate import Gate
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MOST_REQUESTS = 50_000  # the API's limit
-_MOST_ERRORS = 100  # of a file, that are told
+_MOST_ERRORS = 100  # errors that are reported for a file
 _MOST_ID = 512  # characters of a custom_id
-_BATCHES = 4  # that a process computes at once
+_BATCHES = 4  # batches that a process computes at once
 _AT_ONCE = 8  # requests of a process that has no engine
 _PRIORITY = -1
-_AGAIN_S = 1.0  # before a request is asked again
-_WRITTEN_AT_ONCE = 100  # results of requests that were not made
+_AGAIN_S = 1.0  # before a request is tried again
+_WRITTEN_AT_ONCE = 100  # results that are stored together when a batch expires
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -71,7 +71,7 @@ class Batches:
         self._application = application
         self._presence = presence
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._places: asyncio.Semaphore | None = None  # of requests
+        self._places: asyncio.Semaphore | None = None  # for the requests that run at once
 
     def __repr__(self) -> str:
         return f"<Batches n_running={len(self._tasks)}>"
@@ -89,9 +89,9 @@ class Batches:
             task.cancel()
         if ending:
             await asyncio.wait(ending)
-            await asyncio.sleep(0)  # they leave the table
+            await asyncio.sleep(0)  # lets the tasks leave `_tasks`
             places, dead = await asyncio.to_thread(self._look)
-        for place in places:  # which could not be given back when it failed
+        for place in places:  # batches that could not be given back when they failed
             if place.worker == self._presence.name and place.id not in self._tasks:
                 await self._files.write(self._files.release, self._presence.name, place.number)
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)
@@ -116,7 +116,7 @@ class Batches:
         if self._tasks:
             await asyncio.wait(self._tasks.values())
         if self._presence.name:
-            with suppress(StoreError):  # others see that this process has ended
+            with suppress(StoreError):  # otherwise, others see that this process has ended
                 await self._files.write(self._files.release, self._presence.name, None)
 
     # ---- one batch
@@ -125,10 +125,10 @@ class Batches:
         try:
             status, errors = await self._outcome(claim)
             await files.write(files.end, worker, claim.number, status, errors)
-        except LostError:  # it is another process's, or was cancelled meanwhile
+        except LostError:  # another process has the batch, or a client cancelled it
             with suppress(StoreError):
                 await files.write(files.release, worker, claim.number)
-        except asyncio.CancelledError:  # by its client, or for the end of the server
+        except asyncio.CancelledError:  # by the client, or because the server ends
             with suppress(StoreError):
                 await asyncio.shield(files.write(files.release, worker, claim.number))
             raise
@@ -219,7 +219,7 @@ class Batches:
 
     async def _answer(self, claim: Claim, key: bytes | None, number: int, line: _Line) -> None:
         name = f"{claim.id}_{number}"
-        # The same in each attempt: an answer that is stored takes the place of that of the attempt before.
+        # Each attempt has the same id, so that its stored answer replaces that of the previous attempt.
         answer = sha256(name.encode()).hexdigest()[:32] if claim.endpoint == "/v1/responses" else None
         inside = Inside(key, answer, priority=_PRIORITY)
         n_attempts = 0

@@ -14,9 +14,9 @@ from typing import Any
 from llamapipe._messages import quoted
 from llamapipe.server.errors import ApiError
 
-_MOST_ENCODINGS = 3  # one after the other
-_MOST_MEMBERS = 1024  # streams that follow each other in one body: bgzip makes one of 64 KiB
-_PIECE = 2**20  # bytes that are decoded at once
+_MOST_ENCODINGS = 3  # encodings of one body
+_MOST_MEMBERS = 1024  # streams that follow each other in one body: bgzip makes one per 64 KiB
+_PIECE = 2**20  # bytes that are decoded in one call
 _CORRUPT = (zlib.error, EOFError, ValueError)
 
 
@@ -55,14 +55,14 @@ def check_transfer(fields: Iterable[bytes]) -> None:
 
 
 def accepted() -> str:
-    """Return the value of ``Accept-Encoding`` that tells a client what it may send."""
+    """Return the value of ``Accept-Encoding`` that tells a client which encodings it may use."""
     return ", ".join(_decoders())
 
 
 def decoded(body: bytes, encodings: Iterable[str], most_bytes: int) -> bytes:
     """Return the decoded body. Uses at most twice the memory of the result.
 
-    Raises ApiError 413 as soon as a result has more than ``most_bytes``, 400 for damaged bytes.
+    Raises ApiError 413 as soon as the result of a decoding has more than ``most_bytes``, 400 for damaged bytes.
     """
     for name in reversed(list(encodings)):
         try:
@@ -97,7 +97,8 @@ def _without(name: str, body: bytes, most_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-# Returns up to the given number of bytes, and what follows the end of the stream. Raises if the end is missing.
+# Returns up to the given number of bytes, and at the end of the stream, the bytes after it; before that, None. Raises
+# if the end is missing.
 _Reader = Callable[[int], "tuple[bytes, bytes | None]"]
 
 
@@ -124,7 +125,7 @@ def _deflate(body: bytes) -> _Reader:
 
 def _zstd_reader(library: Any) -> Callable[[bytes], _Reader]:
     def make(body: bytes) -> _Reader:
-        # A frame may ask for a window of gigabytes.
+        # Without this limit, a frame could ask for a window of gigabytes.
         options = {library.DecompressionParameter.window_log_max: 23}
         stream = library.ZstdDecompressor(options=options)
         left = body

@@ -31,8 +31,8 @@ class ChatRequest(Streamed, kw_only=True):
     ``chat_template_kwargs``: further variables of the template, such as ``documents``. ``truncation``: "auto" drops the
     oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last message,
     or with "reasoning_content" its reasoning. ``include_reasoning``: false leaves the reasoning out of the answer.
-    ``reasoning_format``: "none" leaves it in the content with its markers, "deepseek-legacy" puts it in both places;
-    ``separate_reasoning``: false is the same as "none".
+    ``reasoning_format``: "none" leaves the reasoning in the content with its markers, "deepseek-legacy" puts it in both
+    fields. ``separate_reasoning``: false is the same as "none".
     """
 
     messages: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class ChatRequest(Streamed, kw_only=True):
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # OpenAI's, for what a hosted service does: storage, billing, moderation, search, sound.
+    # OpenAI's fields about its hosted service: storage, billing, moderation, search, sound.
     modalities: Annotated[list[str] | None, Only(["text"], instead=_NO_AUDIO)] = None
     audio: Annotated[dict[str, Any] | None, Unused({})] = None
     metadata: Annotated[dict[str, Any] | None, Unused({})] = None
@@ -60,7 +60,7 @@ class ChatRequest(Streamed, kw_only=True):
     store: Annotated[bool | None, Unused(False)] = None
     verbosity: Annotated[str | None, Unused()] = None
     web_search_options: Annotated[dict[str, Any] | None, Unused()] = None
-    # vLLM's, SGLang's and llama-server's.
+    # Fields of vLLM, SGLang and llama-server.
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -223,7 +223,7 @@ def _reasoning_format(request: ChatRequest) -> Any:
 
 
 def _tools(request: ChatRequest) -> Tools:
-    """Return the tools and the choice among them; ``functions`` and ``function_call`` are their older names.
+    """Return the tools and the choice among them. The fields' older names are ``functions`` and ``function_call``.
 
     A client may send a field under both names, as long as the values agree.
     """
@@ -253,7 +253,7 @@ def _tools(request: ChatRequest) -> Tools:
 
 
 def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """Return the name and the parameters of each function among ``tools``, None for what is missing."""
+    """Return the name and the parameters of each function among ``tools``; None for a missing one."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
 
@@ -262,7 +262,7 @@ Message = Mapping[str, Any]
 
 
 def engine_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with custom tool calls, and OpenAI's older ``function_call``, as function calls."""
+    """Return the messages with custom tool calls and OpenAI's older ``function_call`` converted to function calls."""
     converted: list[Message] = []
     for message in messages:
         role, older = message.get("role"), message.get("function_call")

@@ -1,4 +1,4 @@
-"""A request as the limits, the log and the metrics see it, and the most recent ones, for ``GET /requests``."""
+"""The data of a request for limits, log and metrics, and the most recent requests, for ``GET /requests``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llamapipe.server._inside import INSIDE, Inside
 from llamapipe.server._times import RequestTimes
 from llamapipe.server.errors import Dialect, dialect_of
 
-_MOST_OF_PATH = 200  # characters; so that an entry has about a kilobyte at most
+_MOST_OF_PATH = 200  # characters; limits an entry to about a kilobyte
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ClientRequest(Request):
-    """A client's request, and what the server measures about it.
+    """A client's request, and the server's measurements of it.
 
     ``id``: from the header ``x-request-id``, or random. ``path``: the request's path inside this application.
     ``route``: the path of its route, a label of the metrics. ``dialect``: the format of errors. ``key``: the digest of
@@ -63,9 +63,9 @@ class Recent:
         return f"<Recent {len(self._kept)} of {self._kept.maxlen}>"
 
     def add(self, request: ClientRequest, owner: str, seconds: float) -> None:
-        """Note an answered request. ``owner``: see ``Gate.owner_of``.
+        """Add an answered request. ``owner``: see ``Gate.owner_of``. ``seconds``: how long the request took.
 
-        Requests that ask the engine for nothing are left out, unless they were refused.
+        Requests that the engine did not compute are left out, unless they were refused.
         """
         times, status = request.times, request.status
         is_refused = request.method == "POST" and status >= 400 and status not in (401, 403, 404, 405)

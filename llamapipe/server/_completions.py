@@ -57,11 +57,11 @@ class Streamed(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    timings_per_token: bool | None = None  # of llama-server: each event of a stream has the times so far
+    timings_per_token: bool | None = None  # of llama-server: each event of a stream has the timings so far
     lora: list[LoraScale] | None = None
-    return_progress: bool | None = None  # of llama-server: a stream tells how much of the prompt is computed
+    return_progress: bool | None = None  # of llama-server: a stream reports the prompt's progress
     prediction: Prediction | str | None = None
-    # llama-server's names.
+    # llama-server's names of other fields.
     n_predict: int | None = None
     n_probs: int | None = None
     samplers: list[str] | str | None = None
@@ -128,7 +128,7 @@ class CompletionRequest(Streamed, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer, None for no limit. Raises ApiError 400."""
+        """The maximum tokens of an answer; None: no limit. Raises ApiError 400."""
         if self.max_tokens is None and self.n_predict is None:
             return _DEFAULT_MAX_TOKENS
         return token_limit(max_tokens=self.max_tokens, n_predict=self.n_predict)
@@ -166,7 +166,7 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
     request.check()
     model = exchange.server.check_model(request.model)
     n = 1 if request.n is None else request.n
-    best_of = request.best_of or n  # OpenAI allows 0, which means the same
+    best_of = request.best_of or n  # OpenAI's API allows 0, which means ``n``
     limit = exchange.server.settings.max_n
     if best_of > limit and request.best_of:
         raise ApiError(400, f"best_of is {best_of}; this server's limit is {limit}", "best_of")
@@ -219,7 +219,7 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
         request.truncate_prompt_tokens,
     )
     choice = params.choice
-    # See ``SamplingParams``: its texts may follow a space that is not in the answer.
+    # The texts of a choice may follow a space that is not in the answer; see ``SamplingParams``.
     skips_space = choice is not None and not any(text[:1].isspace() for text in choice)
     is_empty = max_tokens == 0
     job = TextJob(exchange, prompts, params, n, is_empty, most_ms)
@@ -239,10 +239,10 @@ async def _prepared(exchange: Exchange, request: CompletionRequest) -> tuple[Tex
 
 
 async def check_params(state: ServerState, params: SamplingParams, constraint: Constraint | None) -> None:
-    """Check params against the engine's model, before any prompt. Raises ApiError 400, which names the field."""
+    """Check params against the engine's model, before prompts are read. Raises ApiError 400, which names the field."""
     engine = state.engine
     try:
-        if takes_long((), params):  # a constraint is compiled now, and the result is kept
+        if takes_long((), params):  # the constraint is compiled now, and cached
             await state.in_thread(engine.check_params, params)
         else:
             engine.check_params(params)

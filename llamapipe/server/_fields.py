@@ -7,8 +7,9 @@ A field is honoured unless its annotation says otherwise::
         store: Annotated[bool | None, Unused(False)] = None      # accepted, and named in x-llamapipe-unused
         echo: Annotated[bool | None, Only(False)] = None         # refused with another value
 
-Null is accepted everywhere and means that the field is left out. A field that the type does not have is refused, unless
-it is null, or the type is a ``Lenient`` one. ``docs/reference/server.md`` has the same tables; a test compares them.
+Null is accepted everywhere and means the same as leaving the field out. A field that the type does not have is refused,
+unless its value is null or the type is ``Lenient``. ``docs/reference/server.md`` has the same tables; a test compares
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from llamapipe._messages import did_you_mean, listed
 from llamapipe.server.errors import ApiError
 
 
-@dataclass(frozen=True, init=False)  # compared by values: each request type has its marks
+@dataclass(frozen=True, init=False)  # compared by value, because each request type creates its own marks
 class Unused:
     """The field does not affect the answer. Its values in ``neutral`` mean the same as leaving it out.
 
@@ -41,7 +42,7 @@ class Unused:
 
 @dataclass(frozen=True, init=False)
 class Only:
-    """The field is accepted with the values in ``neutral``, which ask for what the server does anyway.
+    """The field is accepted only with the values in ``neutral``, which ask for what the server does anyway.
 
     Any other value is refused. ``instead``: the advice for the client; by default, to leave the field out. ``details``:
     for clients that can do without the field; see ``ApiError``.
@@ -85,7 +86,7 @@ def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
 
 
 def unused(request: msgspec.Struct) -> tuple[str, ...]:
-    """Return the given fields that have no effect. Raises ApiError 400 for a field with a value that is refused."""
+    """Return the fields of a request that have no effect here. Raises ApiError 400 for a field with a refused value."""
     return tuple(_unused(request, ""))
 
 
@@ -93,10 +94,10 @@ def unused(request: msgspec.Struct) -> tuple[str, ...]:
 def _plan(
     kind: type[msgspec.Struct],
 ) -> tuple[list[tuple[str, Unused | Only]], Callable[[Any], Any], list[str]]:
-    """Return a type's fields that are not honoured, a getter for all of them, and the fields that hold objects."""
+    """Return a type's fields with marks, a getter for their values, and the fields that hold objects."""
     marked = [(name, fate) for name, fate in fates(kind).items() if fate is not None]
     names = [name for name, _ in marked]
-    # One name stands twice because attrgetter gives no tuple for one.
+    # The first name is repeated, because attrgetter returns no tuple for a single name.
     read = attrgetter(*names, names[0]) if names else lambda _: ()
     return marked, read, list(inner_types(kind))
 
@@ -132,19 +133,19 @@ def _refusal(value: object, fate: Only) -> str:
 
 
 class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request type of an API whose own server accepts bodies that do not fit the type."""
+    """The base of request types whose API's own server also accepts bodies that do not fit the type."""
 
     @classmethod
     def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the accepted fields, converted to the types of this class, and the names of those without effect."""
+        """Return the accepted fields, converted to this class's types, and the names of the fields without effect."""
         raise NotImplementedError
 
 
 def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
     """Return a decoded body in a form that may fit its type, and the names of its fields without effect.
 
-    Call it for a body that does not fit as it stands. Null fields are removed from objects that have a type here; free
-    JSON stays as it is.
+    Call it for a body that does not fit its type unchanged. Null fields are removed from objects that have a type here;
+    free JSON is not changed.
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()
@@ -195,7 +196,7 @@ def _at(kind: Any, places: Sequence[str]) -> type[msgspec.Struct] | None:
 
 
 def _values(kind: Any, path: str) -> list[Any]:
-    """Return the values that a field may have; none if its type is no ``Literal``."""
+    """Return the values that a field may have; an empty list if its type is not a ``Literal``."""
     *places, name = path.split(".")
     owner = _at(kind, places)
     field = (

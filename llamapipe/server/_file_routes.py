@@ -1,7 +1,7 @@
 """The routes of files and batches: ``/v1/files`` and ``/v1/batches``.
 
 Open it to change what clients see of files and batches. No route here needs a model, so the front process of several
-models answers them itself. The form of an upload is already in memory, within the limits of every body.
+models answers them itself. The form of an upload is already in memory, within the limits of all bodies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llamapipe.server.transcriptions import form_of
 
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _MOST_NAME = 255
-_MOST_FILES, _MOST_BATCHES = 10_000, 100  # of a page: the API's limits
+_MOST_FILES, _MOST_BATCHES = 10_000, 100  # on one page: the API's limits
 _LEAST_LIFE_S, _MOST_LIFE_S = 3600, 2_592_000  # the API's limits
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])", re.ASCII)
 _MOST_WINDOW_S = 30 * 86_400
@@ -90,7 +90,7 @@ async def get_file(exchange: Exchange) -> Response:
 
 
 async def delete_file(exchange: Exchange) -> Response:
-    """``DELETE /v1/files/{id}``: deletes a file for good."""
+    """``DELETE /v1/files/{id}``: deletes a file permanently."""
     files, file_id = _files_of(exchange), exchange.path_params["id"]
     await write(exchange, files, files.delete_file, file_id)
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
@@ -159,14 +159,14 @@ async def get_batch(exchange: Exchange) -> Response:
 
 
 async def cancel_batch(exchange: Exchange) -> Response:
-    """``POST /v1/batches/{id}/cancel``: cancels a batch; results that it has are kept."""
+    """``POST /v1/batches/{id}/cancel``: cancels a batch. Its results so far are kept."""
     files = _files_of(exchange)
     batch = await write(exchange, files, files.cancel_batch, exchange.path_params["id"])
     wake(exchange)
     return JsonResponse(batch)
 
 
-# ---- what they share
+# ---- helpers
 def _files_of(exchange: Exchange) -> Files:
     files = exchange.gate.files
     if files is None:

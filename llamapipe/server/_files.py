@@ -1,16 +1,16 @@
 """Clients' files and batches, in a SQLite file next to the file of stored answers.
 
-Open it to change what is kept of a batch, or how much a client may store. ``_file_routes.py`` has the routes,
+Open it to change what is stored of a batch, or how much a client may store. ``_file_routes.py`` has the routes, and
 ``_batches.py`` computes batches.
 
-A file is a set of rows, its *parts*. The results of a batch go into two growing files, one part for each result, with
-the number of the request's line. So a result, the counts of its batch and the size of its file are written in one
-transaction, and a killed server loses nothing that it had finished. A batch belongs to the process whose name is in its
-row, like an answer in the background (``_runs.py``); writes by another process are refused.
+A file is a set of rows, its *parts*. The results of a batch go into two growing files, one for errors. Each result is a
+part with the number of the request's line. A result, the counts of its batch and the size of its file are written in
+one transaction, so a killed server loses no finished result. A batch belongs to the process whose name is in its row,
+like an answer in the background (``_runs.py``); writes by another process are refused.
 
 Each API key has an equal share of the space. Nothing is deleted to make room: an upload that does not fit is refused,
-and a batch whose results do not fit fails, but keeps those that do. Files are deleted when they expire, and batches
-some time after their end, or when their key has had many others since.
+and a batch whose results do not fit fails, but keeps the results that fit. Files are deleted when they expire. Batches
+are deleted some time after their end, or when their key has many newer ones.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from llamapipe.server._database import Database, FullError, MissingError
 from llamapipe.server._runs import IS_DUE
 from llamapipe.server.json_bytes import encode_json
 
-MOST_ATTEMPTS = 5  # that bring no result
-MOST_WAITING = 100  # batches of an owner that have not ended
-MOST_KEPT = 10_000  # that have: their rows, with up to a hundred errors each, count for no space
+MOST_ATTEMPTS = 5  # attempts in a row without a result, after which a batch fails
+MOST_WAITING = 100  # batches of one owner that have not ended
+MOST_KEPT = 10_000  # batches of one owner that have ended; their rows do not count as space
 _PART_BYTES = 2**18
-_READ_BYTES = 2**22  # of parts that are read at once
-_ROW_BYTES = 256  # that a file counts besides its contents
+_READ_BYTES = 2**22  # bytes of parts that are read at once
+_ROW_BYTES = 256  # bytes that count for a file in addition to its contents
 _AGE_S = 60.0  # between two looks for what has expired
 _DAY_S = 86_400
 ACTIVE = ("validating", "in_progress", "cancelling")
@@ -141,7 +141,7 @@ class Files(Database):
         return _file(self._row(self.writer, owner, number=number))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Delete a file for good. Raises MissingError, InUseError."""
+        """Delete a file permanently. Raises MissingError, InUseError."""
         number = self._row(self.writer, owner, file_id)["number"]
         used = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({_ACTIVE})"
         if self.writer.execute(used, (number,)).fetchone() is not None:
@@ -157,7 +157,7 @@ class Files(Database):
         self, owner: str, purpose: str | None, after: str | None, limit: int, is_ascending: bool,
         connection: sqlite3.Connection,
     ) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
-        """Return the files of an owner, and whether there are more. Raises MissingError."""
+        """Return at most ``limit`` files of an owner, and whether there are more. Raises MissingError."""
         start = None if after is None else self._row(connection, owner, after)["number"]
         where = "is_ready AND expires_at > :now AND (:purpose IS NULL OR purpose = :purpose)"
         values = {"now": int(time.time()), "purpose": purpose}
@@ -167,11 +167,11 @@ class Files(Database):
     def content(
         self, owner: str, file_id: str, after: int, connection: sqlite3.Connection
     ) -> list[tuple[int, bytes]]:
-        """Return the parts of a file that follow number ``after``, none at its end. Raises MissingError."""
+        """Return the next parts of a file after number ``after``, none at its end. Raises MissingError."""
         return self.parts(self._row(connection, owner, file_id)["number"], after, connection)
 
     def parts(self, number: int, after: int, connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
-        """Return parts like ``content``, by the number of a file."""
+        """Return parts like ``content``, for a file given by its number."""
         parts: list[tuple[int, bytes]] = []
         n_bytes = 0
         for part, body in connection.execute(
@@ -189,7 +189,7 @@ class Files(Database):
         while parts := self.read(self.parts, number, after):
             text = rest + b"".join(body for _, body in parts)
             if after < 0:
-                text = text.removeprefix(BOM_UTF8)  # as editors on Windows write
+                text = text.removeprefix(BOM_UTF8)  # editors on Windows write it
             after = parts[-1][0]
             *lines, rest = text.split(b"\n")
             for line in lines:
@@ -240,7 +240,7 @@ class Files(Database):
         return self.batch(owner, str(body["id"]), self.writer)
 
     def cancel_batch(self, owner: str, batch_id: str) -> dict[str, Any]:
-        """Begin to cancel a batch; one that has ended is not changed. Raises MissingError."""
+        """Begin to cancel a batch, unless it has ended; return the batch. Raises MissingError."""
         row = self._batch(self.writer, owner, batch_id)
         if row["status"] in ("validating", "in_progress"):
             self._set(row, "cancelling")
@@ -253,14 +253,14 @@ class Files(Database):
     def batches(
         self, owner: str, after: str | None, limit: int, connection: sqlite3.Connection
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Return the batches of an owner, the newest first, and whether there are more. Raises MissingError."""
+        """Return the newest ``limit`` batches of an owner, and whether there are more. Raises MissingError."""
         start = None if after is None else self._batch(connection, owner, after)["number"]
         rows = _page(connection, "batches", "1", {}, owner, start, limit, False)
         return [_shown(row) for row in rows[:limit]], len(rows) > limit
 
-    # ---- of those who compute
+    # ---- for the processes that compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Return the places of the batches that have not ended."""
+        """Return the place of each batch that has not ended."""
         rows = connection.execute(
             f"SELECT number, id, worker, status, {IS_DUE} FROM batches WHERE status IN ({_ACTIVE})",
             {"now": int(time.time())},
@@ -290,7 +290,7 @@ class Files(Database):
         return claims
 
     def begin(self, worker: str, number: int, n_total: int) -> None:
-        """Record that the requests of a batch are valid. Raises LostError."""
+        """Record that the ``n_total`` requests of a batch are valid. Raises LostError."""
         row = self._mine(worker, number, "validating")
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")
@@ -304,11 +304,11 @@ class Files(Database):
         return {line for (line,) in rows}
 
     def add_results(self, worker: str, number: int, results: Sequence[Result]) -> None:
-        """Store the results of requests. Raises LostError, FullError."""
+        """Store results of a batch's requests. Raises LostError, FullError."""
         row = self._mine(worker, number, "in_progress")
         there = "SELECT 1 FROM parts WHERE file IN (?, ?) AND number = ?"
         files = row["output"], row["errors"]
-        # One whose transaction was on its way when its request was cancelled is there.
+        # A result is already stored if its request was cancelled during the transaction.
         results = [
             entry for entry in results if not self.writer.execute(there, (*files, entry.number)).fetchone()
         ]
@@ -329,7 +329,7 @@ class Files(Database):
         )
 
     def end(self, worker: str, number: int, status: str, errors: Sequence[Mapping[str, Any]] = ()) -> None:
-        """End a batch, and turn its results into files of its owner. Raises LostError."""
+        """End a batch with a status, and make its results files of its owner. Raises LostError."""
         row = self._mine(worker, number)
         now = int(time.time())
         changes: dict[str, Any] = {"finalizing_at": now}
@@ -348,7 +348,7 @@ class Files(Database):
         self._set(row, status, changes)
 
     def release(self, worker: str, number: int | None, after_s: int = 0) -> None:
-        """Give back a batch, or all batches of this worker; the attempt does not count."""
+        """Give back a batch, or all of this worker; the attempt does not count. ``after_s``: until the next attempt."""
         self.writer.execute(
             "UPDATE batches SET worker = NULL, not_before = ?, n_attempts = max(n_attempts - 1, 0) "
             "WHERE worker = ? AND number = coalesce(?, number)",
@@ -362,7 +362,7 @@ class Files(Database):
             return
         self._aged_at = now
         at: dict[str, int] = {"now": int(time.time())}
-        # From a time when the clock was ahead: they would stay until then.
+        # Files and batches from a time when the clock was ahead would otherwise be kept until that time.
         self.writer.execute(
             "UPDATE files SET expires_at = expires_at - created_at + :now, created_at = :now WHERE created_at > :now",
             at,
@@ -459,7 +459,7 @@ def _page(
     connection: sqlite3.Connection, table: str, where: str, values: Mapping[str, Any], owner: str, start: int | None,
     limit: int, is_ascending: bool,
 ) -> list[sqlite3.Row]:  # fmt: skip
-    """Return the rows of an owner that follow number ``start``, one more than ``limit``."""
+    """Return the rows of an owner that follow number ``start``: at most one more than ``limit``."""
     if start is not None:
         where += f" AND number {'>' if is_ascending else '<'} :start"
     return _rows(

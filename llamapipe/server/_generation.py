@@ -32,9 +32,9 @@ from llamapipe.server.settings import TEMPLATE_PARAMETERS
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of
 
-# Text or token ids, one or several. As in llama-server, a list with ids is one prompt, which may have texts, too.
+# One or several prompts, as text or token ids. As in llama-server, a list with ids is one prompt; it may include texts.
 Prompt = str | list[str | int | list[int | str]]
-_LONG = 4096  # characters; a longer text is tokenized in a thread, to keep the event loop free
+_LONG = 4096  # characters; longer texts are tokenized in a thread, to keep the event loop free
 
 
 async def tokenized(
@@ -42,11 +42,11 @@ async def tokenized(
 ) -> list[int]:
     """Return the tokens of a text, with at most one BOS.
 
-    Raises ValueError for text that the vocabulary cannot express. A text of more than ``max_text_characters`` is
-    refused if it cannot fit the context, before it is tokenized.
+    Raises ValueError for text that the vocabulary cannot express. A text of more than ``max_text_characters`` that
+    cannot fit the context is refused before it is tokenized.
 
-    Clients of these APIs render templates themselves, so the text of a control token becomes that token, as on other
-    servers.
+    By default, the text of a control token becomes that token, as on other servers, because clients of these APIs
+    render templates themselves.
     """
     vocab = state.engine.model.vocab
     refuse_long(state, "text", len(text))
@@ -58,7 +58,7 @@ async def tokenized(
 
 
 def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse parts in the engine's form, in which a text may be the path of a file. Raises ApiError 400."""
+    """Refuse message parts in the engine's form, which could name a file's path. Raises ApiError 400."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for i, part in enumerate(content if isinstance(content, list) else ()):
@@ -83,7 +83,8 @@ async def prompts_of(
 ) -> list[list[int]]:
     """Return each prompt as token ids. Raises ApiError 400, with the prompt's index, for a bad prompt.
 
-    ``n_last``: use only this many tokens at the end; -1 uses as many as fit.
+    ``name``: the request's field. ``suffix``: the text after the gap that is to be filled. ``n_last``: use only this
+    many tokens at the end of each prompt; -1 uses as many as fit.
     """
     if n_last is not None and n_last < -1:
         raise ApiError(
@@ -119,7 +120,7 @@ def given_prompts(prompt: Prompt) -> list[str | list[int | str]]:
     """Return the prompts of a request. A text, or a list that has token ids, is a single prompt."""
     if isinstance(prompt, str):
         return [prompt]
-    # Most lists begin with what they have; the types of a long one are looked at by a loop in C.
+    # In most lists, the first item has the type of all; ``map`` checks the types of a long list in C.
     if prompt and (isinstance(prompt[0], int) or int in set(map(type, prompt))):
         return [prompt]  # type: ignore[list-item]
     return prompt  # type: ignore[return-value]
@@ -130,7 +131,7 @@ async def _mixed(
 ) -> list[int]:
     """Return the tokens of a prompt whose parts are token ids and texts.
 
-    Special tokens are added if it begins with a text. Raises ValueError.
+    Special tokens are added if the prompt begins with a text. Raises ValueError.
     """
     if set(map(type, parts)) == {int}:
         return parts  # type: ignore[return-value]
@@ -170,8 +171,8 @@ async def _text(
 async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, field: str) -> FimPrompt:
     """Return the prompt that asks for the text in a gap. ``n_max``: the maximum tokens of that text.
 
-    Raises ApiError 400, which names ``field``. Names of control tokens in the texts stay text, because the texts are
-    the user's files.
+    Raises ApiError 400, which names ``field``. Names of control tokens in the texts are read as text, because the texts
+    are the user's files.
     """
     vocab = state.engine.model.vocab
     size = len(text.prefix) + len(text.suffix) + sum(len(content) for _, content in text.extra)
@@ -184,7 +185,7 @@ async def fim_prompt_of(state: ServerState, text: FimText, n_max: int | None, fi
 
 
 def n_prompts(prompt: Prompt) -> int:
-    """Return the number of prompts in a request, which is checked before any is tokenized."""
+    """Return the number of prompts in a request, which is checked before any prompt is tokenized."""
     return len(given_prompts(prompt))
 
 
@@ -237,7 +238,7 @@ async def tokenize_chat(
 
 
 def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the conversation, with the operator's system prompt first unless the request has one."""
+    """Return the conversation, with the operator's system prompt first unless the conversation has a system prompt."""
     text = state.settings.system
     if not text or not messages or any(message.get("role") in _SYSTEM_ROLES for message in messages):
         return messages
@@ -251,10 +252,10 @@ _TOO_LONG = ("the conversation has ", "the prompt has ")  # how such errors begi
 
 
 def _as_sent(error: InvalidRequestError, n_added: int) -> InvalidRequestError:
-    """Return the engine's error with the message's index in the request, before ``n_added`` messages were put first."""
+    """Return the engine's error with the message's index in the request, which has ``n_added`` fewer messages."""
     if not n_added:
         return error
-    # Only the first: what follows may quote the client's text.
+    # Only the first index is replaced, because the rest may quote the client's text.
     return InvalidRequestError(_INDEX.sub(lambda m: f"messages[{int(m[1]) - n_added}]", str(error), count=1))
 
 
@@ -264,9 +265,9 @@ def about_conversation(
     field: str = "messages",
     n_added: int = 0,
 ) -> Exception:
-    """Return the engine's error about a conversation with the request's field that caused it; others unchanged.
+    """Return the engine's error about a conversation, with the request's field that caused it. Others are not changed.
 
-    ``messages``: those of the request, from ``field``. ``n_added``: see ``_as_sent``.
+    ``messages``: the messages of the request, from ``field``. ``n_added``: see ``_as_sent``.
     """
     error = _as_sent(error, n_added)
     placed = in_request(error, messages)
@@ -278,7 +279,7 @@ def about_conversation(
     match = _ABOUT_MESSAGES.match(text)
     if match is None:
         return error
-    # The items of an input are others than the messages made from them.
+    # An item of ``input`` and the message made from it may have different indices.
     place = field if match[1] is None or field != "messages" else f"messages.{match[1]}"
     return ApiError(400, text, place, code_of(error))
 
@@ -289,15 +290,15 @@ def input_tokens(n: int) -> dict[str, Any]:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # how much a model reasons
-# The tokens of reasoning that an effort stands for, where the template has no levels; others: any number.
+# The maximum tokens of reasoning for an effort, if the template has no levels. Other efforts have no maximum.
 _BUDGETS = {"minimal": 256, "low": 1024, "medium": 4096, "high": 16_384}
 _ABOUT_REASONING = ("enable_thinking", "thinking", "reasoning_effort")  # arguments of templates
 
 
 def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field: str) -> dict[str, Any]:
-    """Return the template's arguments, with the effort in ``field``. Raises ApiError 400, also for reserved arguments.
+    """Return the template's arguments, with the effort from ``field``. Raises ApiError 400, even for reserved names.
 
-    "none" turns reasoning off, if the template can; other efforts are passed to it as ``reasoning_effort``.
+    "none" turns reasoning off, if the template can; other efforts are passed to the template as ``reasoning_effort``.
     """
     args = dict(arguments or {})
     check_template_args(args)
@@ -354,7 +355,7 @@ def check_template_args(names: Iterable[str]) -> None:
 
 
 async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the template arguments of a request, with the operator's as defaults."""
+    """Return the template arguments of a request, with the operator's arguments as defaults."""
     args = dict(arguments or {})
     defaults = state.settings.default_template_args()
     if not any(name in args for name in _ABOUT_REASONING):
@@ -367,10 +368,10 @@ async def with_default_args(state: ServerState, arguments: Mapping[str, Any] | N
 
 
 async def reasoning_budget(state: ServerState, args: Mapping[str, Any]) -> int | None:
-    """Return the maximum tokens of reasoning for these template arguments, if a request gives no number."""
+    """Return the maximum tokens of reasoning for a request that gives no number; None: no limit."""
     effort = args.get("reasoning_effort")
     if args.get("enable_thinking") is False:
-        return 0  # models may open it again, although the template has closed it in the prompt
+        return 0  # a model may begin to reason although the template has closed the reasoning in the prompt
     if effort is not None:
         form = await state.in_thread(state.engine.model.chat_prompts.chat_format)
         return None if form.has_efforts else _BUDGETS.get(str(effort))
@@ -416,8 +417,8 @@ class ChatJob(Job[ChatDelta]):
         self._messages = messages
         self._preparing = asyncio.Lock()
         self._is_prepared = False
-        self._has_system = has_system and not before  # which already begin a conversation
-        self._n_added = 0  # messages before those of the request
+        self._has_system = has_system and not before  # they already begin a conversation
+        self._n_added = 0  # messages that precede the request's
         self._options = options
         self._before = before
         self._constraint = constraint_field
@@ -428,9 +429,9 @@ class ChatJob(Job[ChatDelta]):
         return f"<ChatJob n_messages={len(self._messages)} n={self._params.n}>"
 
     async def _prepare(self) -> None:
-        """Replace the addresses of images, once, and apply the operator's defaults.
+        """Fetch images and apply the operator's defaults. A second call does nothing.
 
-        This takes part of the request's time.
+        The time for fetching counts towards the request's limit.
         """
         async with self._preparing:
             if self._is_prepared:
@@ -474,7 +475,7 @@ class ChatJob(Job[ChatDelta]):
         )
 
     async def prompt_tokens(self) -> list[int]:
-        """Return the prompt's text tokens, without images. Raises the same errors as ``tokens``."""
+        """Return the tokens of the prompt's text, without images. Raises the same errors as ``tokens``."""
         return [token for token in await self.tokens() if token >= 0]
 
     async def tokens(self) -> list[int]:
@@ -538,7 +539,7 @@ class ChatJob(Job[ChatDelta]):
         return with_field(placed, self._constraint or "tools")
 
 
-# How APIs without a field ``truncation`` say it.
+# The words for the advice to drop turns in APIs without a field ``truncation``.
 _DROP_TURNS = {"anthropic": "", "ollama": "leave truncate out to drop the oldest turns, "}
 
 

@@ -1,10 +1,10 @@
-"""Refuses requests that pages of other sites send, before anything else looks at them.
+"""Refuses requests that pages of other sites send, before any other check.
 
 A browser lets any page send requests to a server on the user's machine. Its headers ``Origin`` and ``Sec-Fetch-Site``
-describe the page, and ``Host`` has the name that the page used for the server. There are three rules:
+describe the page, and ``Host`` has the name that the page uses for the server. There are three rules:
 
-- While the server listens on loopback, the host must be ours. If a page's name first resolves to its own server and
-  then to 127.0.0.1 (DNS rebinding), the browser sees the same origin; only ``Host`` shows the foreign name.
+- While the server listens on loopback, the host must be this machine. If a page's name first resolves to its own server
+and then to 127.0.0.1 (DNS rebinding), the browser sees the same origin; only ``Host`` shows the foreign name.
 - The page must belong to this server, this machine, an editor or desktop app, or an origin in ``cors_origins``.
 - A body from a browser must be declared as JSON. Any page can send other types without the server's permission.
 
@@ -25,27 +25,27 @@ from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError
 from llamapipe.server.gate import Gate
 
-# Pages of these schemes come from programs that the user has installed, not from a site.
+# Pages with these schemes belong to programs that the user has installed, not to a site.
 _APP_SCHEMES = frozenset(
     (
         "app", "file", "tauri", "capacitor", "vscode-webview", "vscode-file",
         "chrome-extension", "moz-extension", "safari-web-extension",
     )
 )  # fmt: skip
-# With or without brackets: IPv6 addresses have colons. No user may precede the host.
+# An IPv6 address, which has colons, may have brackets or not. No user name may precede the host.
 _AUTHORITY = re.compile(
     r"\[([0-9a-f:.]+)\](?::[0-9]*)?|([^\s:@/\\\[\]]+)(?::[0-9]*)?|([0-9a-f:.]+)", re.ASCII
 )
 _CONTAINER_HOSTS = frozenset(("host.docker.internal", "host.containers.internal"))
 _METHODS = "GET, POST, DELETE"
-_PREFLIGHT_S = "600"  # how long a browser may keep the answer to a preflight request
+_PREFLIGHT_S = "600"  # how long a browser may cache the answer to a preflight request
 _EXPOSED = b"x-request-id, x-llamapipe-unused, x-llamapipe-not-stored, x-llamapipe-worker, server-timing, retry-after"
 
 
 class Guard:
     """Middleware that answers 403 to foreign hosts and pages, 415 to bodies of other types, and preflight requests.
 
-    Allowed origins get the headers that make a browser let the page read the answer.
+    Answers to allowed origins get the headers with which a browser lets the page read the answer.
     """
 
     def __init__(self, app: ASGIApp, state: Gate) -> None:
@@ -96,7 +96,7 @@ class Guard:
 
     # ---- the name of the server
     def _check_host(self, scope: Scope, hosts: list[bytes]) -> None:
-        if "*" in self._hosts or not hosts:  # only clients of HTTP/1.0 send none
+        if "*" in self._hosts or not hosts:  # only HTTP/1.0 clients send no host
             return
         if len(hosts) > 1:
             raise ApiError(400, "there are two Host headers")
@@ -133,7 +133,7 @@ class Guard:
     def _is_allowed(self, origin: bytes | None, site: bytes, hosts: list[bytes]) -> bool:
         if self._allows_all_origins:
             return True
-        if site in (b"same-origin", b"none"):  # no page can make its browser lie about this
+        if site in (b"same-origin", b"none"):  # a page cannot change this header
             return True
         if origin is None:
             return site != b"cross-site"
@@ -163,14 +163,14 @@ class Guard:
 
 
 def listens_on_loopback(state: Gate, scope: Scope) -> bool:
-    """Return whether only programs on this machine can reach the server."""
+    """Return whether the server listens on loopback, where only programs on this machine can reach it."""
     address = state.bound_to or (scope.get("server") or ("", None))[0]
     ip = _address(address.strip("[]"))
     return address == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def _allow(exchange: Exchange) -> Response:
-    """Answer a preflight request, with which a browser asks whether the page may send the actual one."""
+    """Answer a preflight request, with which a browser asks whether the page may send the actual request."""
     headers = {
         "access-control-allow-methods": _METHODS,
         "access-control-allow-headers": exchange.headers.get("access-control-request-headers", "*"),
@@ -182,7 +182,7 @@ def _allow(exchange: Exchange) -> Response:
 
 
 def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
-    """Return whether the user follows a link to the server's page.
+    """Return whether the request opens the server's page, for example because the user follows a link to it.
 
     The page that has the link cannot read the answer.
     """
@@ -196,7 +196,7 @@ def _opens_page(scope: Scope, browser: dict[bytes, bytes]) -> bool:
 
 
 def _name(authority: str) -> str:
-    """Return the host of ``host:port``, normalized for comparison; empty if the text is invalid."""
+    """Return the host of ``host:port``, normalized for comparison; an empty text if ``authority`` is invalid."""
     match = _AUTHORITY.fullmatch(authority.strip().lower())
     return "" if match is None else next(filter(None, match.groups())).removesuffix(".")
 
@@ -204,7 +204,7 @@ def _name(authority: str) -> str:
 def _is_own_name(name: str) -> bool:
     """Return whether a host can only be this machine, or a name that nobody can register.
 
-    Nobody can register a name without a dot, or the name of a container.
+    Nobody can register a name without a dot, or one of the names that containers use.
     """
     if _is_loopback_name(name) or name in _CONTAINER_HOSTS:
         return True

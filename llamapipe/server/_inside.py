@@ -1,7 +1,7 @@
 """Requests that the server makes to itself, for answers in the background and for batches.
 
-They are handled like every request, with the same routes, field limits, log and metrics. Two things differ: the key is
-not checked again, because it was when the work was submitted, and they do not count towards ``max_requests``.
+They are handled like clients' requests, with the same routes, field limits, log and metrics. Two things differ: the key
+is not checked, because it was checked when the work was submitted, and they do not count towards ``max_requests``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 from starlette.types import ASGIApp
 
-INSIDE = "llamapipe.inside"  # in the scope, which no client reaches
-# Statuses after which a request is made again, as often as necessary. Other server errors may be permanent.
+INSIDE = "llamapipe.inside"  # a key of the ASGI scope, which clients cannot set
+# Error codes after which a request is made again, as often as necessary. Other server errors may be permanent.
 BUSY = ("shutting_down", "queue_full", "kv_cache_full", "too_many_requests", "too_many_bytes",
         "model_unloaded")  # fmt: skip
 
 
 class Inside(NamedTuple):
-    """The client for whom a request is made. ``key``: the digest of an API key, None without keys.
+    """The client for whom a request is made. ``key``: the digest of its API key; None if it has none.
 
     ``answer``: the id of a stored answer, without its prefix. ``worker``: see ``_runs.py``. ``priority``: see
     ``SamplingParams``.
@@ -35,13 +35,13 @@ class LaterWork(Protocol):
     """Computes work for which no client waits; see ``_background.py``. Use it on the event loop's thread."""
 
     def start(self) -> None:
-        """Start computing, including what an earlier server left unfinished. A second call does nothing."""
+        """Start computing, including work that an earlier server left unfinished. A second call does nothing."""
 
     async def stop(self) -> None:
-        """Stop, and leave unfinished work to the next server or to this server's other processes."""
+        """Stop computing, and leave unfinished work to the next server or to this server's other processes."""
 
     def wake(self) -> None:
-        """Wake the computing task: there may be something to compute or to cancel."""
+        """Wake the computing task, because there may be work to compute or to cancel."""
 
     def tell(self) -> None:
         """Notify the waiting readers that streams have new events."""
@@ -51,7 +51,7 @@ class LaterWork(Protocol):
 
 
 class InsideAnswer(NamedTuple):
-    """An answer. ``status``: 0 if there was none. ``is_whole``: it was not cut off. ``body``: empty if it was taken."""
+    """An answer. ``status``: 0 if there is none. ``is_whole``: it is complete. ``body``: empty if ``take`` got it."""
 
     status: int
     is_whole: bool
@@ -65,7 +65,7 @@ async def post(
     take: Callable[[bytes], Awaitable[None]] | None = None,
     inside: Inside | None = None,
 ) -> InsideAnswer:
-    """Post to an application. ``take``: gets the parts of the answer's body. Cancel the call to hang up."""
+    """Post a JSON body to an application. ``take``: receives the parts of the answer. Cancel the call to hang up."""
     status, is_whole = 0, False
     parts: list[bytes] = []
     requests: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -73,7 +73,7 @@ async def post(
     async def receive() -> MutableMapping[str, Any]:
         if requests:
             return requests.pop()
-        await asyncio.Event().wait()  # the client stays
+        await asyncio.Event().wait()  # this client never disconnects
         raise AssertionError
 
     async def send(message: MutableMapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Runs a request in the engine and gives the parts of its answer to an encoder.
+"""Runs a request in the engine and passes the parts of its answer to an encoder.
 
-Open it to change what every streamed answer does, in any API: when its headers are sent, and what is counted.
+Open it to change what all APIs share in streamed answers: when the headers are sent, and what is counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Job(Generic[Part]):
 
     ``timeout_s``: the limit for the whole answer; None: no limit. ``is_empty``: the request asks for no tokens. The
     engine then computes the prompt and one token, which is not returned. ``most_ms``: see ``until_line``; 0: no limit.
-    ``late_reason``: why that limit ended a text. ``n_prompt_tokens``, ``n_cached_tokens``: totals of all prompts, once
-    their streams have begun. ``running``: the streams, each None until it is submitted.
+    ``late_reason``: the finish reason of a text that this limit ended. ``n_prompt_tokens``, ``n_cached_tokens``: totals
+    of all prompts, once their streams have begun. ``running``: the streams, each None until it is submitted.
     """
 
     late_reason: FinishReason = "length"
@@ -60,11 +60,11 @@ class Job(Generic[Part]):
         self.running: list[AsyncStream | AsyncChatStream | None] = [None] * n_streams
 
     async def prompt_tokens(self) -> list[int]:
-        """Return the first prompt's text tokens, without images."""
+        """Return the tokens of the first prompt's text, without images."""
         raise NotImplementedError
 
     def streams(self) -> list[AsyncGenerator[Part | None, None]]:
-        """Return one stream for each choice. The first item, None, means that the request is checked and queued."""
+        """Return one stream for each choice. Its first item is None, when the request is checked and queued."""
         streams = [self._stream(index) for index in range(len(self.running))]
         if not self._most_ms:
             return streams
@@ -74,7 +74,7 @@ class Job(Generic[Part]):
         raise NotImplementedError
 
     def _params_of(self, i: int) -> SamplingParams:
-        """Return the params of a prompt's choice ``i``."""
+        """Return the params of choice ``i`` of each prompt."""
         params = replace(self._params, n=1, prompt_logprobs=None)
         return params if params.seed is None else replace(params, seed=(params.seed + i) % 2**64)
 
@@ -135,14 +135,14 @@ class TextJob(Job[Delta]):
         return completions
 
     async def prompt_logprobs(self) -> list[list[TokenLogprob]] | None:
-        """Return the log-probabilities of each prompt's tokens, for a stream that shows them first.
+        """Return the log-probabilities of each prompt's tokens, for a stream that begins with them.
 
         Returns None if the request did not ask for them.
         """
         asked = self._params
         if asked.prompt_logprobs is None:
             return None
-        # Whose cells these are, and whether others may use them, is the same as for the answer.
+        # The cells have the same owner, and may be shared in the same way, as those of the answer.
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=asked.prompt_logprobs,
@@ -164,7 +164,7 @@ class TextJob(Job[Delta]):
             self.running[index] = stream
             yield None
             async for delta in stream:
-                if i == 0:  # the first of a prompt's choices computes it for the others
+                if i == 0:  # a prompt's first choice computes the prompt for the others
                     self._n_cached[p] = stream.n_cached_tokens
                     self.n_cached_tokens = sum(self._n_cached)
                 if self.is_empty:
@@ -196,7 +196,7 @@ def drafted(running: Sequence[AsyncStream | AsyncChatStream | None]) -> tuple[in
 
 
 async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of a streamed answer, as they come. Counts its tokens for the log and the metrics."""
+    """Yield the bytes of a streamed answer as they arrive. Counts its tokens for the log and the metrics."""
     streams = job.streams()
     n_completion = n_submitted = 0
     begun: set[int] = set()
@@ -239,7 +239,7 @@ async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
 
 
 async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
-    """Return the whole of an answer that is not streamed."""
+    """Join the parts of an answer that is not streamed."""
     async with aclosing(parts):
         return b"".join([part async for part in parts])
 

@@ -1,4 +1,4 @@
-"""Limits on what a request may ask for. Open it to add a limit that several routes share; it knows no route.
+"""Limits on what a request may ask for. Open it to add a limit that several routes share.
 
 The numbers are fields of ``ServerSettings``. Each limit is checked before the data that it limits is processed.
 """
@@ -15,7 +15,7 @@ from llamapipe.server.gate import Gate
 from llamapipe.server.state import ServerState
 
 MAX_TOP = 100
-CHAT_TOP = 20  # of OpenAI's and Ollama's chats
+CHAT_TOP = 20  # the most top log-probabilities in OpenAI's and Ollama's chats
 _MOST_PAIRS, _MOST_OF_KEY, _MOST_OF_VALUE = 16, 64, 512  # of OpenAI's metadata
 
 
@@ -48,7 +48,8 @@ def _n_characters(content: object) -> int:
 def check_n_messages(state: Gate, items: object, name: str) -> None:
     """Raise ApiError 400 for a conversation with too many messages, before any is processed.
 
-    Each part of a message counts as a message, because processing the parts holds up the event loop.
+    ``items``: the conversation, in field ``name``. Each part of a message counts as a message, because processing the
+    parts holds up the event loop.
     """
     most = state.settings.max_messages
     if not isinstance(items, list):
@@ -84,7 +85,7 @@ def _has_more_parts(messages: list[Any], most: int) -> bool:
         for value in values:
             if isinstance(value, dict):
                 lists = [parts for key in _PARTS if isinstance(parts := value.get(key), list) and parts]
-                n -= bool(lists)  # its parts count instead
+                n -= bool(lists)  # the parts count instead of the message
                 stack += lists
     return n > most
 

@@ -1,8 +1,8 @@
 """llama-server's formats: ``/completion``, ``/infill`` for editors, ``/props`` and ``/slots``.
 
-Open it for what llama.vim, llama.vscode and Continue send and read. Each choice of an answer is a stream of the engine,
-even if the client asks for no stream, because two of llama-server's limits, ``n_indent`` and ``t_max_predict_ms``,
-depend on the text and the time so far.
+Open it to change what llama.vim, llama.vscode and Continue send and read. Each choice of an answer is a stream of the
+engine, even if the client does not ask for a stream. Two of llama-server's limits, ``n_indent`` and
+``t_max_predict_ms``, depend on the text and the time so far.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from llamapipe.server.state import ServerState
 class LlamaServerRequest(Sampling, kw_only=True):
     """The fields that ``/completion`` and ``/infill`` share.
 
-    ``n_predict``: 0 computes only the prompt, -1 means no limit. ``n_indent``: the text ends at a later line that is
-    indented less. ``t_max_predict_ms``: the text ends with the first line that is completed after this many
-    milliseconds, from the first token. ``response_fields``: the only fields of the answer, as paths such as
-    ``timings/prompt_n``.
+    ``n_predict``: 0 computes only the prompt, -1 means no limit. ``n_indent``: the text ends at the first later line
+    that is indented by fewer characters. ``t_max_predict_ms``: the text ends with the first line that is completed
+    more than this many milliseconds after the first token. ``response_fields``: the only fields of the answer, as
+    paths such as ``timings/prompt_n``.
     """
 
     model: str | None = None
@@ -78,7 +78,7 @@ class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
-    """A file other than the edited one. Editors add fields, such as ``time``, that do not go into the prompt."""
+    """A file other than the edited file. Editors add fields, such as ``time``, that do not go into the prompt."""
 
     text: str
     filename: str = "tmp"
@@ -167,7 +167,7 @@ async def _prepared(
     return job, LlamaServerEncoder(model, form, params, job.prompts, job.texts, vocab, job.running)
 
 
-# The prompts as tokens, and whether they were cut.
+# Returns the prompts as tokens, and whether they were cut.
 Prompts = Callable[[], Awaitable[tuple[list[list[int]], bool]]]
 
 
@@ -232,9 +232,9 @@ class TextLimits:
     """Cuts a text as ``n_indent`` asks. Text is held back while it may still be cut."""
 
     def __init__(self, n_indent: int | None) -> None:
-        # The end of a line, and as much of the next one as is too little.
+        # The end of a line, and an indentation of the next line that is too small.
         self._cut = re.compile(rf"\n[ \t]{{0,{n_indent - 1}}}(?=[^ \t])") if n_indent else None
-        self._line = ""  # the end of the last line and the indentation of the next, while that may grow
+        self._line = ""  # a line's end and the next line's indentation, which may still grow
         self.is_over = False
 
     def __repr__(self) -> str:
@@ -244,7 +244,7 @@ class TextLimits:
         """Take new text. Returns the text that can be shown."""
         if self._cut is None:
             return text
-        text, start = self._line + text, len(self._line[:1])  # the line's end was shown
+        text, start = self._line + text, len(self._line[:1])  # the line's end was already returned
         if cut := self._cut.search(text):
             self.is_over = True
             return text[start : cut.end()]
@@ -253,12 +253,12 @@ class TextLimits:
         return text[start:] if last is None else text[start : last.start() + 1]
 
     def finish(self) -> str:
-        """Return the text that is still held back, at the end."""
+        """Return the text that is still held back. Call it at the end of the text."""
         return self._line[1:]
 
 
 class _Job(TextJob):
-    """The choices, each of which may end before the engine ends it. ``texts``: their prompts, set when they end."""
+    """The choices, each of which may end early. ``texts``: the prompt of each as text, set when the choice ends."""
 
     late_reason = CUT
 
@@ -309,7 +309,7 @@ class _Job(TextJob):
 
 # ---- the server
 async def props(exchange: Exchange) -> Response:
-    """``GET /props``: the model's template and tokens, and the defaults for requests, for llama-server's clients."""
+    """``GET /props``: the model's template and special tokens, and the defaults for requests."""
     state = exchange.server
     engine, model = state.engine, state.engine.model
     defaults = generation_settings(SamplingParams(max_tokens=None))
@@ -337,7 +337,7 @@ def _written(vocab: Vocab, token: int | None) -> str:
 
 
 async def slots(exchange: Exchange) -> Response:
-    """``GET /slots``: how many of the engine's slots are busy, without saying which request is in which slot.
+    """``GET /slots``: a list of the engine's slots, with the number of busy slots but not which requests they hold.
 
     With ``?fail_on_no_slot=1``, answers 503 if no slot is free.
     """

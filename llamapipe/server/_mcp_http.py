@@ -1,7 +1,7 @@
 """MCP over streamable HTTP, with limits on what a host may send.
 
-Open it to change how the server connects to MCP servers by address. It is imported when the first one is used, because
-it needs the package ``mcp`` and its HTTP client.
+Open it to change how the server connects to MCP servers by address. It is imported when the first such server is used,
+because it needs the package ``mcp`` and its HTTP client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from llamapipe.server._addresses import Refused, address_of, allowed_host
 
-_MOST_BODY = 2**26  # bytes of one answer; those of a stream of events without an end are limited one by one
+_MOST_BODY = 2**26  # bytes of an answer, or of each event of a stream without an end
 _CONNECT_S = 10.0
 
 
@@ -31,7 +31,7 @@ async def over_http(
     """
     transport = _Limited() if hosts is None else _Checked(hosts)
     written = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    timeout = httpx2.Timeout(_CONNECT_S, read=None)  # the session has a time for each request
+    timeout = httpx2.Timeout(_CONNECT_S, read=None)  # the session limits the time of each request
     async with (
         httpx2.AsyncClient(
             transport=transport, headers=written, timeout=timeout, follow_redirects=False
@@ -42,7 +42,7 @@ async def over_http(
 
 
 class _Limited(httpx2.AsyncHTTPTransport):
-    """Ends an answer that is too large."""
+    """Cuts off an answer that is too large, and closes its connection."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
@@ -53,7 +53,7 @@ class _Limited(httpx2.AsyncHTTPTransport):
 
 
 class _Checked(_Limited):
-    """Connects only to hosts that clients may name, at checked addresses; redirected requests are checked, too."""
+    """Connects only to hosts that clients may name, at checked addresses. Also checks redirected requests."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Checked(_Limited):
         checked = httpx2.Request(
             request.method,
             request.url.copy_with(host=address),
-            headers=request.headers,  # which name the host
+            headers=request.headers,  # they name the host
             stream=request.stream,
             extensions={**request.extensions, "sni_hostname": host},
         )

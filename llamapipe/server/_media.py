@@ -1,7 +1,7 @@
 """Fetches images that a request names by address, from a folder or from hosts that the operator allows.
 
 Open this file for ``--media-path`` and ``--media-url``. The client chooses the address, so the hosts, the time and the
-bytes of an answer are all limited. A name that resolves to a private address is refused, and the connection goes to the
+size of an answer are limited. A name that resolves to a private address is refused, and the connection goes to the
 address that was checked. Redirects are checked in the same way.
 """
 
@@ -30,10 +30,10 @@ from llamapipe.server.errors import ApiError, code_of
 from llamapipe.wanted import time_limit
 from llamapipe.work.long_work import LongWork
 
-MOST_ADDRESSES = 32  # of a request
-MOST_HOPS = 4  # of one address, the first one included
+MOST_ADDRESSES = 32  # of one request
+MOST_HOPS = 4  # requests for one address, including the first
 MOST_SECONDS = 10.0  # for one address, with its redirects
-_N_THREADS = 32  # that wait for hosts; a client gets at most four
+_N_THREADS = 32  # threads that wait for hosts; a client gets at most four
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _ENGINE_PLACE = re.compile(r"messages\[(\d+)\]: part (\d+) of the content")
@@ -54,7 +54,7 @@ def place_of(messages: Sequence[Mapping[str, Any]], index: int, i: int) -> str:
 
 
 def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]) -> Exception:
-    """Return the engine's error about an image or a sound with its field in the request; other errors unchanged."""
+    """Return the engine's error about an image or a sound, with its field in the request. Others are not changed."""
     match = _ENGINE_PLACE.match(str(error))
     if match is None:
         return error
@@ -81,7 +81,7 @@ async def with_media(
                 url = url.get("url") if isinstance(url, Mapping) else url
                 if isinstance(url, str) and url.partition(":")[0].lower() in ("http", "https", "file"):
                     urls[index, i] = url
-    if not urls or exchange.server.engine.model.projector is None:  # the engine says what the model lacks
+    if not urls or exchange.server.engine.model.projector is None:  # the engine reports the error
         return messages
     if len(set(urls.values())) > MOST_ADDRESSES:
         raise ApiError(
@@ -114,7 +114,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
         name = unquote(url[5:].removeprefix("//"))
         try:
             return await asyncio.to_thread(path_below, place, name, Path(settings.media_path))
-        except InvalidRequestError:  # which names the folder
+        except InvalidRequestError:  # its message names the folder
             raise ApiError(
                 400, f"{place}: {quoted(url[:80])} is not a file in the folder of --media-path", place
             ) from None
@@ -129,19 +129,19 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
         return await _threads().run(fetched, url, settings.media_urls, most, ending)
     except Refused as e:
         raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", place) from None
-    except (asyncio.CancelledError, TimeoutError):  # the client is gone, or its time is up
+    except (asyncio.CancelledError, TimeoutError):  # the client hung up, or its time is over
         ending.end()
         raise
 
 
 @cache
 def _threads() -> LongWork:
-    """Return the threads for fetching, which slow hosts may block without delaying other work. Clients take turns."""
+    """Return the threads for fetching. Slow hosts block only these, and clients take turns."""
     return LongWork(_N_THREADS)
 
 
 class _Ending:
-    """Ends a fetch at its deadline, or when nobody waits for it any more. Any thread may use it."""
+    """Ends a fetch at its deadline, or when nobody waits for the result any more. Any thread may use it."""
 
     def __init__(self) -> None:
         self.is_ended = False
@@ -166,7 +166,7 @@ class _Ending:
 
 
 def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
-    """Fetch the file at an address. Blocks until it has arrived.
+    """Fetch the file at an address, ``most`` bytes at most. Blocks until it has arrived.
 
     ``allowed``: the allowed hosts, with a port unless it is the scheme's default. Raises Refused.
     """

@@ -1,4 +1,4 @@
-"""``POST /v1/fim/completions``, Mistral's format for filling in: a prompt and a suffix, answered like a chat."""
+"""``POST /v1/fim/completions``: fills the gap between a prompt and a suffix, in Mistral's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llamapipe.server.errors import ApiError
 
 
 class FimRequest(Sampling, kw_only=True):
-    """``POST /v1/fim/completions``. Text that does not fit the context is left out, as in ``/infill``."""
+    """``POST /v1/fim/completions``. Leaves out text that does not fit the context, as ``/infill`` does."""
 
     prompt: str
     suffix: str | None = None
@@ -35,7 +35,7 @@ class FimRequest(Sampling, kw_only=True):
 
 
 async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
-    """Fill in one text, in one piece or as a stream."""
+    """Fill in one gap, with an answer in one piece or as a stream."""
     state = exchange.server
     model = state.check_model(request.model)
     params = _params(exchange, request)

@@ -1,6 +1,6 @@
-"""Shows other processes that this one is alive, by a lock on a file that the system releases however the process ends.
+"""Shows other processes that this process is alive, by a lock on a file. The system releases the lock when it ends.
 
-So a killed process is recognized as dead immediately, and a slow one is never mistaken for dead.
+A killed process is therefore recognized as dead immediately, and a slow process is never mistaken for dead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llamapipe.cache_file import locked, remove_if_dead
 
 
 class Presence:
-    """The presence of this process for others that use a file. ``name``: empty until ``sign_in``. Its calls block."""
+    """Shows the presence of this process to others that use a file. Blocks. ``name``: empty until ``sign_in``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class Presence:
         return f"<Presence {self.name}>"
 
     def sign_in(self) -> None:
-        """Create the file, and remove the files of ended processes. A second call does nothing. Raises OSError."""
+        """Lock a new file, and remove the files of ended processes. A second call does nothing. Raises OSError."""
         if self._lock is not None:
             return
         for old in self._path.parent.glob(f"{escape(self._path.name)}-at-*"):

@@ -1,12 +1,12 @@
-"""The part of the store about background answers: which there are, who computes them, and what their streams sent.
+"""The part of the store about background answers: their requests, the processes that compute them, and stream events.
 
-Open it to change which answers wait, which process takes one, or how often it is tried. ``_background.py`` computes
-them.
+Open it to change which answers wait, which process takes an answer, or how often it is tried. ``_background.py``
+computes them.
 
 A *run* is a row for an answer, which is stored from the beginning. A process that takes a run writes its name in the
 row; when that process ends, any other may take the run. So only one process computes each run, and none is lost. A
-process can change a run only while its name is in the row: one that was taken for dead, or whose run was cancelled,
-changes nothing. The answer and the end of its run are written in one transaction.
+process can change a run only while its name is in the row. It changes nothing if it was mistaken for dead or the run
+was cancelled. The answer and the end of its run are written in one transaction.
 
 The events of a stream are stored, with numbers that are never reused: a new attempt continues the numbering.
 """
@@ -24,11 +24,11 @@ from llamapipe.server._database import FullError
 from llamapipe.server._store import NewAnswer, Store
 
 MOST_ATTEMPTS = 5
-MOST_LATER_S = 30  # before the next attempt
-_OF_OWNER, _OF_ALL = 16, 4  # the parts of the store that the bodies of waiting runs may take
+MOST_LATER_S = 30  # the longest wait for the next attempt
+_OF_OWNER, _OF_ALL = 16, 4  # of the store: 1/16 for the bodies of an owner's runs, 1/4 for all bodies
 IS_DUE = f"(not_before NOT BETWEEN :now + 1 AND :now + {MOST_LATER_S})"
 _LAST_EVENT = "SELECT max(number) FROM events WHERE answer = ?"
-_MOST_EVENTS = 1000  # that are read at once
+_MOST_EVENTS = 1000  # events that are read at once
 
 
 class Run(NamedTuple):
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 class Place(NamedTuple):
     """The worker that has a run. ``is_due``: its next attempt need not wait any longer.
 
-    A run whose wait exceeds the longest possible one is also due, because the clock was set back.
+    A run whose wait exceeds the longest possible wait is also due, because the clock was set back.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The part of a stream after an event. ``final``: the answer, if it has ended and no events follow."""
+    """The part of a stream after an event. ``final``: the answer, if it has ended and no further events follow."""
 
     events: list[tuple[int, bytes]]
     final: dict[str, Any] | None
@@ -74,13 +74,13 @@ class Runs:
     def __repr__(self) -> str:
         return f"<Runs of {self._store}>"
 
-    # ---- of clients
+    # ---- for clients
     def add(
         self, owner: str, answer: NewAnswer, body: bytes, events: Sequence[bytes], most: int, most_bytes: int
     ) -> None:
         """Store an answer to be computed later from a request's ``body``.
 
-        ``events``: the first events of its stream, if it has one. ``most``: the maximum number of runs of one owner.
+        ``events``: the first events of its stream, if any. ``most``: the maximum number of runs of one owner.
         ``most_bytes``: the store's limit. Raises FullError, StoreError, MissingError.
         """
         most_of_owner, most_of_all = most_bytes // _OF_OWNER, most_bytes // _OF_ALL
@@ -111,7 +111,7 @@ class Runs:
         self._insert(answer.id, thread, 0, events)
 
     def cancel(self, owner: str, answer_id: str) -> tuple[dict[str, Any], bool]:
-        """End a run. Returns the answer, and whether it was a background answer. Raises MissingError."""
+        """Cancel a run. Returns the answer, and whether it is a background answer. Raises MissingError."""
         body = self._store.answer(owner, answer_id, self._writer)
         ended = self._writer.execute("DELETE FROM runs WHERE id = ? AND NOT is_done", (answer_id,)).rowcount
         if ended:
@@ -120,7 +120,7 @@ class Runs:
         return body, bool(body.get("background"))
 
     def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
-        """Return the part of a stream after event ``after``, None if the answer has no stream. Raises MissingError."""
+        """Return the part of a stream after event ``after``; None if the answer has no stream. Raises MissingError."""
         answer = self._store.answer(owner, answer_id, connection)
         (last,) = connection.execute(_LAST_EVENT, (answer_id,)).fetchone()
         if last is None:
@@ -134,9 +134,9 @@ class Runs:
         return Told(events, answer if is_last else None, last + 1)
 
     def listed(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
-        """Return the runs of an owner that have not ended, the newest first.
+        """Return the newest ``limit`` runs of an owner that have not ended, the newest first.
 
-        ``n_events``: the number of events that a stream has sent.
+        ``n_events`` in a run: the number of events that its stream has sent.
         """
         rows = connection.execute(
             "SELECT r.id, r.worker, r.n_attempts, a.body, "
@@ -159,9 +159,9 @@ class Runs:
             )
         return runs
 
-    # ---- of those who compute
+    # ---- for the processes that compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
-        """Return the places of all runs."""
+        """Return the place of each run."""
         rows = connection.execute(f"SELECT id, worker, {IS_DUE} FROM runs", {"now": int(time.time())})
         return [Place(answer_id, worker, bool(is_due)) for answer_id, worker, is_due in rows]
 
@@ -207,7 +207,7 @@ class Runs:
         return row is not None
 
     def release(self, worker: str, answer_id: str | None, after_s: int, counts: bool) -> None:
-        """Give back a run, or all runs of this worker, for a later attempt. ``counts``: whether this attempt counts."""
+        """Give back a run, or all of this worker. ``after_s``: until the next attempt. ``counts``: this one counts."""
         self._writer.execute(
             "UPDATE runs SET worker = NULL, not_before = ?, n_attempts = n_attempts - ? "
             "WHERE worker = ? AND id = coalesce(?, id)",
@@ -215,7 +215,7 @@ class Runs:
         )
 
     def end(self, worker: str, answer_id: str, error: Mapping[str, Any]) -> None:
-        """End a run of this worker, as complete if its answer is stored, or else as failed."""
+        """End a run of this worker: as complete if its answer is stored, otherwise as failed with ``error``."""
         row = self._writer.execute(
             "SELECT is_done FROM runs WHERE id = ? AND worker = ?", (answer_id, worker)
         ).fetchone()

@@ -1,11 +1,11 @@
 """Answers and conversations of the Responses API in a SQLite file, which all processes of a server share.
 
-Open it to change what is stored, for how long, or how it is found. It has no routes: ``_kept.py`` connects requests for
-answers to the store, and ``_conversations.py`` has the routes for stored data.
+Open it to change what is stored, for how long, or how it is found. It has no routes: ``_kept.py`` stores the answers of
+requests, and ``_conversations.py`` has the routes for stored data.
 
-A *thread* is a conversation, or an answer with all answers that continue it. Each thread has an owner, and only the
-owner finds its contents. When the file is too large, or a thread has not been used for too long, whole threads are
-deleted, so that no chain of answers loses its beginning. Threads of the owner with the most bytes are deleted first.
+A *thread* is a conversation, or an answer with all answers that continue it. Each thread has an owner, and only its
+owner can read it. Whole threads are deleted, so that no chain of answers loses its beginning: those that have not been
+used for too long, and when the file is too large, threads of the owner with the most bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import msgspec
 from llamapipe.server._database import Database, MissingError, StoreError
 from llamapipe.server.json_bytes import encode_json
 
-_AGE_S = 60.0  # between two looks while there are writes
-_UNSEEN = 1 / 64  # of the limit, that may be written between two looks at the size
+_AGE_S = 60.0  # between two checks of the age, while there are writes
+_UNSEEN = 1 / 64  # of the limit; may be written between two checks of the size
 _DAY_S = 86_400
-_ROW_BYTES = 256  # about what a row takes besides its contents
-_EVENT_BYTES = 64  # the same of an event
-_LEFT = 0.95  # of the limit, after rows went to make room: the next ones need not
-_ROOM_S = 1.0  # in which that much room is made; after it, no more than is needed
-# ``after``: of an answer in a conversation, the last item that the conversation had when it was asked for.
-# ``is_listed``: the item is one of the conversation's. ``runs``: answers that are to be computed, see ``_runs.py``, and
-# ``events``: what streams of these tell. Both go with their answer.
+_ROW_BYTES = 256  # the estimated size of a row in addition to its contents
+_EVENT_BYTES = 64  # the same for an event
+_LEFT = 0.95  # of the limit; rows are deleted down to this size, to leave room for more
+_ROOM_S = 1.0  # the time for that; after it, only as much is deleted as is needed
+# ``after``: for an answer in a conversation, the conversation's last item at the time of the request. ``is_listed``:
+# the item is in the conversation's list. ``runs``: answers to be computed (see ``_runs.py``). ``events``: the events of
+# their streams. Runs and events are deleted with their answers.
 _SCHEMA = f"""
 CREATE TABLE threads (number INTEGER PRIMARY KEY, owner TEXT NOT NULL, used_at INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL DEFAULT {_ROW_BYTES}, conversation TEXT, created_at INTEGER, metadata BLOB);
@@ -73,7 +73,7 @@ CREATE TRIGGER event_added AFTER INSERT ON events BEGIN
 CREATE TRIGGER event_deleted AFTER DELETE ON events BEGIN
     UPDATE threads SET n_bytes = n_bytes - {_EVENT_BYTES} - length(OLD.body) WHERE number = OLD.thread; END;
 """
-# UNION, not UNION ALL: no file makes a read endless.
+# UNION, not UNION ALL, so that a damaged file cannot cause an endless read.
 _CHAIN = """
 WITH RECURSIVE chain (id, previous, after, thread) AS (
     SELECT id, previous, after, thread FROM answers WHERE id = :id
@@ -95,7 +95,7 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-_MOST_OF_ID = 128  # characters of an id that a client gave
+_MOST_OF_ID = 128  # characters of an id that a client chose
 Item = dict[str, Any]
 
 
@@ -117,10 +117,10 @@ class UnfinishedError(Exception):
 
 
 class NewAnswer(NamedTuple):
-    """An answer to store. ``body``: all of it except the output. ``after``: as in the ``Earlier`` that it continues.
+    """An answer to store. ``body``: its fields except the output. ``after``: as in the ``Earlier`` that it continues.
 
-    ``is_listed``: its items join the conversation. ``worker``: the worker that computed it in the background, for an
-    answer that is already stored.
+    ``is_listed``: its items join the conversation. ``worker``: for an answer that was stored before it was computed in
+    the background, the worker that computed it.
     """
 
     id: str
@@ -135,7 +135,7 @@ class NewAnswer(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """The items that come before an input. ``after``: the last item of a conversation."""
+    """The items that come before an input. ``after``: the number of a conversation's last item."""
 
     items: list[Item]
     n_bytes: int
@@ -166,15 +166,15 @@ class Store(Database):
         self._most_bytes = most_bytes
         self._most_s = most_days * _DAY_S
         self._aged_at = -_AGE_S
-        self._n_unseen = most_bytes  # bytes that were written since the size was looked at
+        self._n_unseen = most_bytes  # bytes written since the last check of the size
         super().__init__(path)
 
     # ---- writes
     def add_answer(self, owner: str, answer: NewAnswer) -> int:
-        """Store an answer with its items. An answer with the same id, which the client has never seen, is replaced.
+        """Store an answer with its items. Replaces an answer with the same id, which the client has never seen.
 
-        Returns its thread. Raises StoreError if it does not fit, MissingError if what it continues is gone, or if its
-        worker no longer has its run.
+        Returns the number of its thread. Raises StoreError if the answer does not fit, MissingError if the answer or
+        conversation that it continues is gone, or if its worker no longer has its run.
         """
         if answer.worker is not None:
             return self._finish(owner, answer, answer.worker)
@@ -210,7 +210,7 @@ class Store(Database):
             "SELECT body FROM items WHERE answer = ? AND NOT is_output ORDER BY number", (answer.id,)
         ).fetchall()
         self.writer.execute("DELETE FROM items WHERE answer = ?", (answer.id,))
-        # In a conversation they come after what was added meanwhile.
+        # They are added again, so that they follow items that were added to the conversation meanwhile.
         items = [msgspec.json.decode(body) for (body,) in rows]
         self._add_items(owner, thread, items, answer.id, is_listed=answer.is_listed)
         self._add_items(owner, thread, answer.output, answer.id, is_output=True, is_listed=answer.is_listed)
@@ -221,7 +221,7 @@ class Store(Database):
     def change_answer(
         self, answer_id: str, changes: Mapping[str, Any], after: int | None = None
     ) -> dict[str, Any]:
-        """Change the fields of an answer's body that are not None; for ``_runs.py``, inside ``write``."""
+        """Set the fields in ``changes`` that are not None, and return the body; for ``_runs.py``, inside ``write``."""
         thread, old = self.writer.execute(
             "SELECT thread, body FROM answers WHERE id = ?", (answer_id,)
         ).fetchone()
@@ -240,7 +240,7 @@ class Store(Database):
         self._n_unseen += _ROW_BYTES + n_bytes
 
     def delete_answer(self, owner: str, answer_id: str) -> None:
-        """Delete an answer for good; its items stay in the conversation, if it has one. Raises MissingError."""
+        """Delete an answer permanently. Its items stay in its conversation, if any. Raises MissingError."""
         thread = self._answer(self.writer, owner, answer_id)[0]
         self._forget_answer(thread, answer_id, keeps_listed=True)
         self._checkpoint_is_due = True
@@ -267,7 +267,7 @@ class Store(Database):
         return self.conversation(owner, conversation_id, self.writer)
 
     def delete_conversation(self, owner: str, conversation_id: str) -> None:
-        """Delete a conversation with its items, and the answers given in it, for good. Raises MissingError."""
+        """Delete a conversation permanently, with its items and answers. Raises MissingError."""
         self._delete_thread(self._conversation(self.writer, owner, conversation_id)[0])
         self._checkpoint_is_due = True
 
@@ -279,7 +279,7 @@ class Store(Database):
         return added
 
     def delete_item(self, owner: str, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """Delete an item of a conversation for good. Raises MissingError."""
+        """Delete an item of a conversation permanently; return the conversation. Raises MissingError."""
         thread = self._conversation(self.writer, owner, conversation_id)[0]
         number = self._number(self.writer, thread, item_id)
         self.writer.execute("DELETE FROM items WHERE number = ?", (number,))
@@ -303,7 +303,7 @@ class Store(Database):
     def input_items(
         self, owner: str, answer_id: str, page: Page, connection: sqlite3.Connection
     ) -> tuple[list[Item], bool]:
-        """Return the items that an answer was made from, including those before its input, and whether there are more.
+        """Return a page of an answer's input items and the items before them, and whether there are more.
 
         Raises MissingError.
         """
@@ -320,7 +320,7 @@ class Store(Database):
         without: str,
         connection: sqlite3.Connection,
     ) -> Earlier:
-        """Return the items that an answer continues, of another answer or of a conversation.
+        """Return the items of the answer or conversation that a new answer continues.
 
         ``without``: the id of the new answer (see ``add_answer``). Raises MissingError, UnfinishedError, TooMuchError.
         """
@@ -367,7 +367,7 @@ class Store(Database):
     def items(
         self, owner: str, conversation_id: str, page: Page, connection: sqlite3.Connection
     ) -> tuple[list[Item], bool]:
-        """Return items of a conversation, and whether there are more. Raises MissingError."""
+        """Return a page of the items of a conversation, and whether there are more. Raises MissingError."""
         thread = self._conversation(connection, owner, conversation_id)[0]
         numbers = "SELECT number FROM items WHERE thread = :thread AND is_listed"
         return self._page(connection, numbers, {"thread": thread}, page)
@@ -382,7 +382,7 @@ class Store(Database):
         return item
 
     def referred(self, owner: str, ids: Sequence[str], connection: sqlite3.Connection) -> list[Item]:
-        """Return the items with these ids, wherever they are. Raises MissingError."""
+        """Return the items with these ids, from any thread of the owner. Raises MissingError."""
         items: list[Item] = []
         for item_id in ids:
             row = connection.execute(
@@ -400,19 +400,19 @@ class Store(Database):
         self._n_unseen = self._most_bytes
 
     def _oldest(self) -> int:
-        """Return the time of last use before which a thread counts as too old."""
+        """Return the Unix time of last use before which a thread is too old."""
         return int(time.time()) - self._most_s
 
     def _tidy(self, at_start: bool = False) -> None:
-        """Delete threads that are too old and, while the file is too large, the least recently used ones.
+        """Delete old threads and, while the file is too large, the oldest threads of the owner with the most bytes.
 
-        Raises StoreError if the thread that was written last would have to be deleted. With ``at_start`` it is deleted,
-        because the limit may be lower than before.
+        Raises StoreError if unfinished answers or the thread that was written last would have to be deleted. With
+        ``at_start``, the last thread is deleted, because the limit may be lower than before.
         """
         now = time.monotonic()
-        if now - self._aged_at >= _AGE_S and not self._clock_has_jumped():  # reads look at the age themselves
+        if now - self._aged_at >= _AGE_S and not self._clock_has_jumped():  # reads check the age themselves
             self._aged_at = now
-            # From a time when the clock was ahead: it would stay until then, and be the last to make room.
+            # A thread from a time when the clock was ahead would stay until then, and be deleted last.
             self.writer.execute(
                 "UPDATE threads SET used_at = :now WHERE used_at > :now", {"now": int(time.time())}
             )
@@ -429,7 +429,7 @@ class Store(Database):
             return
         last = self.writer.execute("SELECT max(number) FROM items").fetchone()[0]
         newest = self.writer.execute("SELECT thread FROM items WHERE number = ?", (last,)).fetchone()
-        # Once, because it reads all rows: there may be a million, of which many go.
+        # This query runs only once, because it reads all rows, maybe a million.
         sizes = dict(self.writer.execute("SELECT owner, sum(n_bytes) FROM threads GROUP BY owner"))
         until = time.monotonic() + _ROOM_S
         while sizes and (n_used := self._used_bytes()) > self._most_bytes * _LEFT:
@@ -452,7 +452,7 @@ class Store(Database):
                 )
             self._delete_thread(row[0])
             sizes[owner] -= row[1]
-        if not at_start and self._used_bytes() > self._most_bytes:  # answers that have not ended never go
+        if not at_start and self._used_bytes() > self._most_bytes:  # unfinished answers are never deleted
             raise StoreError(
                 f"it needs more than {self._most_bytes} bytes with the answers that have not ended (--store-bytes)"
             )
@@ -528,13 +528,13 @@ class Store(Database):
         is_output: bool = False,
         is_listed: bool = False,
     ) -> list[Item]:
-        """Add items, with new ids for those that have none or whose id is taken."""
+        """Add items, with new ids for items without an id or with an id that is taken."""
         added = []
         rows = []
         ids: set[str] = set()
         for old in items:
             item = as_item(old)
-            # Those of an output are new.
+            # Ids of an output are new.
             if item["id"] == old.get("id") and not is_output:
                 if item["id"] in ids or self._has_item(owner, item["id"]):
                     item["id"] = _new_id(item)
@@ -559,7 +559,7 @@ class Store(Database):
     def _page(
         self, connection: sqlite3.Connection, numbers: str, values: dict[str, Any], page: Page
     ) -> tuple[list[Item], bool]:
-        """Return a page of the items whose numbers a query finds, and whether there are more."""
+        """Return a page of the items that the query ``numbers`` selects, and whether there are more."""
         where, order = "", "ASC" if page.is_ascending else "DESC"
         if page.after is not None:
             row = connection.execute(
@@ -585,7 +585,7 @@ class Store(Database):
 
 
 def as_item(item: Mapping[str, Any]) -> Item:
-    """Return an input item in the form in which the API lists items: with a type, an id, a status and parts."""
+    """Return an input item in the form of the API's lists: with a type, an id, a status and parts."""
     whole = dict(item)
     kind = whole.setdefault("type", "message")
     item_id = whole.get("id")

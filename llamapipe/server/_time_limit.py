@@ -1,7 +1,7 @@
 """llama-server's ``t_max_predict_ms``: ends a text with the first line that is completed after a time limit.
 
-The time counts from the text's first token. An answer that is not streamed is also read as streams, and joined here,
-because the engine would otherwise compute all of it.
+The time counts from the text's first token. An answer that is not streamed is also read as streams, and joined here.
+Otherwise, the engine would compute it to its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_MS = 2**31 - 1
 
 
 def check_time_limit(most_ms: int | None) -> int:
-    """Return the limit, 0 for none. Raises ApiError 400."""
+    """Return the limit in milliseconds; 0: no limit. Raises ApiError 400 for a number outside its range."""
     if most_ms is not None and not -1 <= most_ms <= _MOST_MS:
         name = "t_max_predict_ms"
         raise ApiError(400, f"{name} is {shown(most_ms)}; it must be from -1 to {_MOST_MS}", name)
@@ -34,7 +34,7 @@ async def until_line(
     reason: FinishReason = "length",
     clock: Callable[[], float] = perf_counter,
 ) -> AsyncGenerator[Part | None, None]:
-    """Yield the parts of a text until the limit ends it. ``reason``: the finish reason in that case."""
+    """Yield the parts of a text until the limit ends the text. ``reason``: the finish reason in that case."""
     first_s: float | None = None
     async with aclosing(parts) as source:
         async for part in source:
@@ -52,7 +52,7 @@ def _ends_line(part: ChatDelta | Delta) -> bool:
 
 
 def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
-    """Return the choice with these parts, without its seed."""
+    """Join the parts of a choice. The result has no seed."""
     last = parts[-1]
     return Choice(
         index,
@@ -66,7 +66,7 @@ def text_choice(index: int, parts: Sequence[Delta]) -> Choice:
 
 
 def chat_choice(index: int, parts: Sequence[ChatDelta]) -> ChatChoice:
-    """Return the choice of a conversation's answer with these parts."""
+    """Join the parts of a choice of a conversation's answer."""
     calls: dict[int, list[str]] = {}
     for part in parts:
         for piece in part.tool_calls:

@@ -1,4 +1,4 @@
-"""The most recent steps of an engine, for the page."""
+"""Records the most recent steps of an engine, for the page."""
 
 from __future__ import annotations
 

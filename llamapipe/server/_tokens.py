@@ -65,8 +65,8 @@ class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-_SIZE = 8  # of a token, in characters: what its entry in the answer needs
-_MANY = 1024  # tokens; with more of them the event loop is kept free
+_SIZE = 8  # the estimated characters of a token's entry in the answer
+_MANY = 1024  # tokens; more are processed in a thread, to keep the event loop free
 T = TypeVar("T")
 
 
@@ -121,7 +121,7 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
 
 
 async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
-    """Run ``make(tokens)``, in a thread if it takes long."""
+    """Return ``make(tokens)``, computed in a thread if there are many tokens."""
     return (
         make(tokens) if len(tokens) < _MANY else await state.in_thread(make, tokens, size=_SIZE * len(tokens))
     )
@@ -144,7 +144,7 @@ async def detokenize(exchange: Exchange, request: DetokenizeRequest) -> Response
             state, partial(state.engine.model.vocab.detokenize, unparse_special=True), request.tokens
         )
     except ValueError as e:
-        text = str(e)  # about the argument that Python's callers have
+        text = str(e)  # it names the argument of Python's method
         text = f"tokens{text.removeprefix('ids')}" if text.startswith("ids ") else f"tokens: {text}"
         raise ApiError(400, text, "tokens") from None
     return JsonResponse({"content": text, "prompt": text})
@@ -175,7 +175,7 @@ async def tokenizer_info(exchange: Exchange) -> Response:
 
 
 async def apply_template(exchange: Exchange, request: TemplateRequest) -> Response:
-    """``POST /apply-template``: returns the prompt of a chat request with these messages."""
+    """``POST /apply-template``: returns the prompt of a chat request with these messages, as text."""
     exchange.server.check_model(request.model)
     check_template_args(request.chat_template_kwargs or {})
     check_n_messages(exchange.server, request.messages, "messages")

@@ -35,7 +35,7 @@ _KEYS = {
     "function": {"name", "description", "parameters", "strict"},
     "custom": {"name", "description", "format"},
 }
-# The type of each field of a function, and the words for it in messages.
+# The type of each field of a function, and the words for the type in messages.
 _TYPES: dict[str, tuple[type, str]] = {
     "name": (str, "text"),
     "description": (str, "text"),
@@ -47,7 +47,7 @@ _UNUSED_KEYS = ("output_schema", "defer_loading", "allowed_callers", "async", "c
 _INPUT_BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ESCAPED_END = re.compile(r"(?<!\\)(?:\\\\)*\\\$\Z")
 _LONGEST_ESCAPE = 6  # characters, such as \u00e9
-_MOST_CHARACTERS = 64  # of a tool's name
+_MOST_CHARACTERS = 64  # characters of a tool's name
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -67,9 +67,9 @@ class ClientName(NamedTuple):
 class Tools(NamedTuple):
     """The tools of a request.
 
-    ``functions``, ``tool_choice``: for the engine; ``functions`` is None if there are none. ``names``: how the client
-    knows each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: for each
-    function of a custom tool, the field that holds its grammar.
+    ``functions``, ``tool_choice``: for the engine; ``functions`` is None if there are none. ``names``: the client's
+    name of each function. ``unused``: hosted tools and options without effect, for the header. ``grammars``: for each
+    custom tool's function, the request's field that holds its grammar.
     """
 
     functions: list[dict[str, Any]] | None
@@ -79,7 +79,7 @@ class Tools(NamedTuple):
     grammars: dict[str, str]
 
     def known(self, name: str) -> ClientName:
-        """Return how the client knows the tool that the model calls ``name``."""
+        """Return the client's name of the tool that the model calls ``name``."""
         return self.names.get(name) or ClientName(name)
 
 
@@ -135,7 +135,7 @@ def check_number(tools: Sequence[Any] | None) -> None:
 
 
 def qualified(name: str, namespace: str | None) -> str:
-    """Return the qualified name of a tool whose name another tool also has, at most 64 characters long."""
+    """Return ``namespace__name``, shortened to 64 characters, for a tool whose name another tool also has."""
     if namespace is None:
         return name
     full = f"{namespace}__{name}"
@@ -147,7 +147,7 @@ def qualified(name: str, namespace: str | None) -> str:
 def _all(
     tools: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
-    """Yield each tool with its field and namespace. The first tool of a namespace gets the namespace's description."""
+    """Yield the field, namespace and definition of each tool. A namespace's first tool gets its description."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "namespace":
             yield f"tools.{i}", None, tool
@@ -166,7 +166,7 @@ def _all(
 
 
 def _hosted(kind: str) -> str | None:
-    """Return the name of a hosted tool, without the date at the end of some types.
+    """Return the name of a hosted tool with type ``kind``, without the date that some types end with.
 
     Returns None for any other type.
     """
@@ -177,9 +177,9 @@ def _hosted(kind: str) -> str | None:
 def _function(
     place: str, namespace: str | None, tool: Mapping[str, Any], is_flat: bool, unused: list[str]
 ) -> tuple[ClientName, dict[str, Any], str | None]:
-    """Return a function or a custom tool as a function for the model.
+    """Return the client's name of a function or a custom tool, and a function for the model.
 
-    Also returns the field that holds the grammar of its input.
+    Also returns the request's field that holds the grammar of a custom tool's input, or None.
     """
     kind = str(tool["type"])
     inner = tool if is_flat else tool.get(kind)
@@ -276,7 +276,7 @@ def _grammar(place: str, format_: Any) -> _Grammar | None:
             raise ApiError(
                 400, f"{field} has {len(definition)} characters; the limit is {MOST_CHARACTERS}", field
             )
-        regex = definition.removeprefix("^")  # the whole input follows it, with and without these
+        regex = definition.removeprefix("^")  # the grammar describes the whole input anyway
         return _Grammar(field, definition, regex if _ESCAPED_END.search(regex) else regex.removesuffix("$"))
     try:
         return _Grammar(field, definition, regular(definition))
@@ -311,7 +311,7 @@ def _choice(chosen: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
 
 def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -> str | dict[str, Any]:
     kind = tool_choice.get("type")
-    if kind in ("auto", "none", "required", "any"):  # the form of other servers
+    if kind in ("auto", "none", "required", "any"):  # other servers' form
         return "required" if kind == "any" else str(kind)
     if kind == "allowed_tools":
         inner = tool_choice if is_flat else tool_choice.get("allowed_tools")
@@ -354,7 +354,7 @@ _Named = Mapping[tuple[bool, str], list[str]]
 
 
 def _by_name(tools: Tools) -> _Named:
-    """Return the functions, by tool name (False) and by namespace name (True)."""
+    """Return the names of the functions, by tool name (False) and by namespace (True)."""
     named: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for flat, known in tools.names.items():
         named[False, known.name].append(flat)
@@ -366,7 +366,7 @@ def _by_name(tools: Tools) -> _Named:
 def _chosen(
     tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool, place: str = "tool_choice"
 ) -> list[str]:
-    """Return the functions that an object names, several if it names a namespace. Raises ApiError 400."""
+    """Return the functions that an object of the choice names: several for a namespace. Raises ApiError 400."""
     kind = tool_choice.get("type")
     inner = tool_choice if is_flat else tool_choice.get(str(kind))
     name = inner.get("name") if isinstance(inner, Mapping) else None
@@ -396,9 +396,9 @@ def _chosen(
 
 # ---- calls
 def custom_input(arguments: str) -> str:
-    """Return the text for a custom tool, from the arguments that the model wrote.
+    """Return the input of a custom tool, from the arguments that the model wrote.
 
-    If the arguments were cut off, returns the beginning of the text.
+    If the arguments are cut off, returns the beginning of the input.
     """
     try:
         text = json.loads(arguments)["input"]
@@ -414,7 +414,7 @@ def _beginning(arguments: str) -> str:
     if begun is None:
         return ""
     rest = arguments[begun.end() :]
-    for n in range(min(len(rest), _LONGEST_ESCAPE) + 1):  # the cut may be inside of an escape
+    for n in range(min(len(rest), _LONGEST_ESCAPE) + 1):  # the cut may be inside an escape
         try:
             return str(json.loads(f'"{rest[: len(rest) - n]}"'))
         except ValueError:
@@ -423,5 +423,5 @@ def _beginning(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments that the model would write for a custom tool's text."""
+    """Return the arguments that the model would write for a custom tool's input."""
     return json.dumps({"input": text}, ensure_ascii=False)

@@ -51,7 +51,7 @@ def app(
 ) -> Starlette:
     """Return an ASGI application that serves an engine, for uvicorn or inside another application.
 
-    ``embedder``: for embeddings and reranking; if it is given, ``engine`` may be None. The caller owns the engine and
+    ``embedder``: for embeddings and reranking; with an embedder, ``engine`` may be None. The caller owns the engine and
     the embedder, and closes them. Use one application and one event loop for each engine.
 
     Raises TypeError if an argument has the wrong type, ImportError without the extra ``server``.
@@ -85,7 +85,7 @@ def application_of(gate: Gate, endpoints: Iterable[Endpoint]) -> Starlette:
         exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
         lifespan=_lifespan(gate),
     )
-    # A redirect would lose the scheme behind a proxy, and clients the body.
+    # Behind a proxy, a redirect would lose the scheme, and clients would lose the body.
     application.router.redirect_slashes = False
     application.state.llamapipe = gate
     if gate.store is not None:
@@ -106,19 +106,19 @@ def _of_model(handler: Handler) -> Handler:
     return checked
 
 
-# Routes that use the engine may take longer than the server allows. All routes have the statuses for other reasons.
+# More statuses of routes that use the engine, which may take longer than the server allows.
 _GENERATES = ("504",)
 _OF_SLOTS = ("400", "403", "404", "413", "507")
 _BYTES, _LINES = "application/octet-stream", LineStream.media_type
 
 
 def _stored(endpoint: Endpoint) -> Endpoint:
-    """Return a route of the store: with the store's statuses, and an alias without ``/v1``."""
+    """Return a route of the store with the store's statuses, and with an alias without ``/v1``."""
     statuses = ("400", "404", "500") if endpoint.method == "GET" else ("400", "404", "500", "507")
     return replace(endpoint, more_statuses=statuses, aliases=(endpoint.path.removeprefix("/v1"),))
 
 
-# About what is stored. No model is needed, and any process can answer.
+# Routes for stored data, which need no model, so that any process can answer.
 STORE_ROUTES = tuple(map(_stored, (
     get("/v1/responses/{id}", _conversations.get_response, "A stored answer."),
     delete("/v1/responses/{id}", _conversations.delete_response, "Delete a stored answer."),
@@ -228,7 +228,7 @@ OLLAMA_ROUTES = (
     get("/", ollama.root, has_key=False),
 )  # fmt: skip
 _PAGE_ROUTES = (get("/", page_routes.page, has_key=False), get("/timeline", _of_model(page_routes.timeline)))
-PAGE_ROUTES = (  # those that need no model
+PAGE_ROUTES = (  # the page's routes that need no model
     get("/page/{name}", page_routes.page_file, has_key=False),
     get("/jobs", page_routes.jobs, "Batches, and answers in the background that have not ended.", ("500",)),
     get("/mcp", page_routes.mcp_servers, "The MCP servers that requests may name."),
@@ -258,7 +258,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         routes = [route for route in request.app.routes if isinstance(route, Route)]
         if error.status_code == 404:
             hint = _path_hint(exchange.path.rstrip("/"), routes)
-        elif error.status_code == 405:  # Starlette names the methods of the first route of this path
+        elif error.status_code == 405:  # Starlette names only the methods of the path's first route
             scope = request.scope
             here = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
             methods = sorted({method for route in here for method in route.methods or ()})
@@ -271,7 +271,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
-    """Return what to use instead of a path that has no route."""
+    """Return advice for a path that has no route; None if there is none."""
     advice = instead_of(path, "paths")
     if advice is not None:
         return advice

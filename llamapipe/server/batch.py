@@ -17,14 +17,14 @@ from llamapipe.server._inside import post
 from llamapipe.server.application import app
 from llamapipe.server.settings import ServerSettings
 
-_NO_LIMIT = 2**31 - 1  # requests and bytes: the job has its own bound
+_NO_LIMIT = 2**31 - 1  # for requests and bytes, because the job limits both
 
 
 class BatchRequests:
     """Gives each record the answer that ``llamapipe serve`` would give. Use it on one event loop.
 
-    ``names``, ``embedding_names``: the names of the model and the ``embedder`` in requests; by default, the file's
-    name.
+    ``names``, ``embedding_names``: the names of the model and of the ``embedder`` in requests; by default, the names of
+    their files.
     """
 
     def __init__(

@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 from llamapipe.server.errors import ApiError
 
-_FREE_BYTES = 64 * 2**10  # of each body: ordinary requests pass while others use up the budget
+_FREE_BYTES = 64 * 2**10  # of each body do not count, so ordinary requests pass even if the budget is used up
 
 
 class BodyBudget:
     """Limits the bytes of all bodies, beyond the first 64 KiB of each. Use it on the event loop's thread.
 
     A body counts from its first byte until its request has an answer, because the decoded data is kept that long. When
-    there are too many bytes, the largest body of the client with the most bytes is refused. So a client that sends many
-    large bodies, without ever ending them or for long answers, does not keep others out.
+    there are too many bytes, the largest body of the client with the most bytes is refused. So a client with many large
+    bodies, which it never completes or which need long answers, does not keep others out.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._n_bytes = 0
-        self._of: Counter[str] = Counter()  # by client
+        self._of: Counter[str] = Counter()  # bytes by client
         self._held: dict[Held, None] = {}
 
     def __repr__(self) -> str:
         return f"<BodyBudget {self._n_bytes} of {self._most_bytes} bytes>"
 
     def hold(self, client: str, refuse: Callable[[], object]) -> Held:
-        """Begin a body. ``refuse``: called at most once, if the body must be dropped for the sake of others."""
+        """Begin to count a body. ``refuse``: called at most once, if the body must be dropped to make room."""
         return Held(self, client, refuse)
 
     def _changed(self, held: Held, n_bytes: int) -> None:
@@ -65,7 +65,7 @@ class BodyBudget:
 class Held:
     """The share of the budget that one body uses.
 
-    ``refuse``: ends the body's request for the sake of others. ``refused``: whether it was called.
+    ``refuse``: ends the body's request to make room. ``refused``: whether ``refuse`` was called.
     """
 
     def __init__(self, budget: BodyBudget, client: str, refuse: Callable[[], object]) -> None:
@@ -79,13 +79,13 @@ class Held:
         return f"<Held {self.n_bytes} bytes of {self.client}>"
 
     def grow(self, n_bytes: int) -> None:
-        """Set how many bytes the body has now. As a result, this body or another one may be refused."""
+        """Set the number of bytes of the body. As a result, this body or another may be refused."""
         if n_bytes > _FREE_BYTES:
             self._budget._changed(self, n_bytes - _FREE_BYTES)
             self._budget._make_room()
 
     def add(self, n_bytes: int) -> None:
-        """Add bytes to the body. As a result, this body or another one may be refused."""
+        """Add bytes to the body. As a result, this body or another may be refused."""
         self._budget._changed(self, self.n_bytes + n_bytes)
         self._budget._make_room()
 

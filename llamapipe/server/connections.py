@@ -4,7 +4,7 @@ uvicorn's protocol over llhttp reads requests and writes answers. It trusts its 
 
 - limits on a request's head: bytes, fields and time, whatever the connection did before;
 - one request at a time: the next request of a connection is parsed once the client has received the last answer, and
-  only a few bytes are read ahead. Otherwise a client that sends requests without reading answers would fill the memory;
+only a few bytes are read ahead. Otherwise, a client that sends requests without reading answers would fill the memory;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
 - an orderly end: if the connection were closed immediately, a refused client that is still sending would lose the
   answer;
@@ -33,20 +33,20 @@ from llamapipe.server.errors import BUSY, ApiError, dialect_of
 
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_FIELDS = 200
-_PIECE = 2**14  # bytes that are read at once, and at most ahead of the answer to the request before them
-_END = b"\n\r\n"  # of a head, and of a body in chunks
+_PIECE = 2**14  # bytes per read, and about the most that is read ahead of an unanswered request
+_END = b"\n\r\n"  # the end of a head, and of a body in chunks
 _LINGER_S = 2.0  # how long a client that was refused may keep sending
 _LINGER_BYTES = 64 * 2**20
-_SPARE_DESCRIPTORS = 128  # for connections that are accepted before others are closed, files, and the engine
+_SPARE_DESCRIPTORS = 128  # for new connections before others close, files, and the engine
 _MOST_CONNECTIONS = 16384
-_CHUNK_BYTES = 16  # of framing are allowed for each byte of data: chunks may have one byte and an extension
+_CHUNK_BYTES = 16  # bytes of framing per byte of data: a chunk may have one byte and an extension
 _log = logging.getLogger("llamapipe.server")
 
 
 class Connections:
-    """All connections of a server, by address.
+    """All connections of a server, by the client's address.
 
-    ``per_address``: the maximum connections of one address, 0 for any number. ``head_timeout_s``: seconds in which a
+    ``per_address``: the maximum connections of one address; 0: no limit. ``head_timeout_s``: seconds in which a
     request's head must arrive. ``at_most``: the maximum connections in total; None allows as many as there are
     descriptors, less a reserve.
     """
@@ -69,12 +69,12 @@ class Connections:
         return iter(self._all)
 
     def add(self, connection: Connection) -> bool:
-        """Accept a connection, replacing another one if necessary. Returns False if none can be replaced."""
+        """Accept a connection, and close an older one if necessary. Returns False if none can be closed."""
         same = self._of.get(connection.address, {})
         if connection.address and self._per_address and len(same) >= self._per_address:
             has_room = _close_one(same)
         elif len(self._all) >= self.at_most:
-            # From the address with the most connections, so that clients with few keep theirs.
+            # Close one of the address with the most connections, so that clients with few keep theirs.
             most = max(self._of.values(), key=len)
             has_room = _close_one(most) or _close_one(self._all)
         else:
@@ -85,7 +85,7 @@ class Connections:
         return has_room
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection; it may be unknown."""
+        """Forget a connection, if it is known."""
         self._all.pop(connection, None)
         same = self._of.get(connection.address, {})
         same.pop(connection, None)
@@ -111,13 +111,13 @@ def _descriptors() -> int:
         return _MOST_CONNECTIONS
     try:
         n_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:  # not on Linux
+    except OSError:  # /proc exists only on Linux
         n_open = 64
     return max(min(limit - n_open - _SPARE_DESCRIPTORS, _MOST_CONNECTIONS), 16)
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection. ``ended``: called once, when it is closed. ``address``: the client's address, or empty."""
+    """One connection. ``ended``: called once, when it is closed. ``address``: the client's; empty if unknown."""
 
     ended: Callable[[], None] | None = None
     address = ""
@@ -125,18 +125,18 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def __init__(self, *args: Any, limits: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._is_in_head = True  # also before the first byte of one
-        self._has_begun = False  # whether a byte of the head has come
-        self._n_head = self._n_fields = 0  # bytes and fields of the head that were parsed
-        self._n_unfinished = 0  # bytes that came for a head without its end
+        self._is_in_head = True  # also true before the first byte of a head
+        self._has_begun = False  # whether a byte of the head has arrived
+        self._n_head = self._n_fields = 0  # parsed bytes and fields of the head
+        self._n_unfinished = 0  # bytes of a head whose end has not arrived
         self._n_framing = 0  # bytes of a body's chunks that are not data
-        self._n_body_left = 0  # bytes of a body whose length is known
-        self._tail = b""  # the last bytes that were parsed, where the end of a head may have begun
-        self._ahead = b""  # bytes after a request whose answer was not taken
-        self._n_unsent = 0  # bytes of an answer that its client had not taken at the last look
+        self._n_body_left = 0  # bytes to come of a body whose length is known
+        self._tail = b""  # the last parsed bytes, where the end of a head may begin
+        self._ahead = b""  # bytes after a request whose answer the client has not received
+        self._n_unsent = 0  # bytes of an answer that were not sent at the last check
         self._n_discarded = 0
         self._is_upgrade = False
-        self._is_ending = self._is_lingering = False  # reads no further request; reads only what is discarded
+        self._is_ending = self._is_lingering = False  # reads no request; discards what it reads
         self._refusal: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -163,7 +163,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Accept the connection, or refuse it. The event loop calls this once."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
-        transport.set_write_buffer_limits(0)  # writing pauses until everything was taken
+        transport.set_write_buffer_limits(0)  # writing pauses until all data is sent
         self.address = self.client[0] if self.client else ""
         if self._limits.add(self):
             self._wait(self._limits.head_timeout_s, self._head_is_late)
@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._n_body_left:
             return min(begin + self._n_body_left, len(data))
         end = 0
-        for n in (2, 1):  # the empty line may have begun in the part before
+        for n in (2, 1):  # the empty line may have begun in the previous part
             if not end and self._tail.endswith(_END[:n]) and data.startswith(_END[n:], begin):
                 end = begin + len(_END) - n
         if not end:
@@ -258,7 +258,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._n_framing += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:  # raised by one of our limits, or by the parser
+        except httptools.HttpParserError as error:  # from one of our limits or from the parser
             self._refuse(self._refusal or ApiError(400, f"this is no HTTP request: {error}"))
         except httptools.HttpParserUpgrade as upgrade:
             self._parse_without_upgrade(data[upgrade.args[0] :])
@@ -274,7 +274,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _parse_without_upgrade(self, rest: bytes) -> None:
         """Reparse a request as HTTP/1.1 after it offered another protocol (RFC 9110, 7.8).
 
-        llhttp leaves the data after the head, which is the body, to the other protocol.
+        llhttp does not parse the data after the head, which is the body here, because it expects the other protocol.
         """
         parts = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
         for name, value in self.headers:
@@ -282,7 +282,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 parts += [name, b": ", value, b"\r\n"]
         self._is_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
-        with suppress(AttributeError):  # older than 0.6.3
+        with suppress(AttributeError):  # httptools before 0.6.3
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._is_in_head = True
         self._feed(b"".join([*parts, b"\r\n"]))
@@ -291,7 +291,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request. The parser calls this."""
-        if self._awaits_answer:  # the parser found the end of a request where we did not
+        if self._awaits_answer:  # the parser found an end of the previous request that we did not
             self._refusal = ApiError(400, "this is no HTTP request")
             raise self._refusal
         super().on_message_begin()
@@ -377,10 +377,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_ending = True
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and self.has_request:
-            cycle.keep_alive = False  # the answer is the last one; then `_answer_is_last` is called
+            cycle.keep_alive = False  # this answer is the last; then `_answer_is_last` is called
             return
         began = False
-        if cycle is not None and not cycle.response_complete:  # its body has ended in the middle
+        if cycle is not None and not cycle.response_complete:  # its body is incomplete
             began = cycle.response_started
             cycle.disconnected = True
             cycle.message_event.set()
@@ -400,7 +400,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._linger()
 
     def on_response_complete(self) -> None:
-        """After an answer, parse the next request, or linger if the answered one has not fully arrived."""
+        """Parse the next request after an answer, or linger if the answered request has not fully arrived."""
         if self._is_lingering:
             return
         super().on_response_complete()
@@ -447,7 +447,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._linger_on()
 
     def _linger(self) -> None:
-        """Signal the end of the data, and keep reading for a while: closing immediately would discard the answer."""
+        """Signal the end of the data, and read for a while, because closing immediately could lose the answer."""
         self._is_ending = self._is_lingering = True
         self._ahead = b""
         self._set_full(False)
@@ -474,14 +474,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 class _Flow(FlowControl):
-    """Does not resume reading while ``is_full``, because enough was read ahead."""
+    """Does not resume reading while ``is_full``, because enough data was read ahead."""
 
     is_full = False
 
     def resume_reading(self) -> None:
         """Resume reading, unless enough data waits to be parsed.
 
-        uvicorn calls this when an answer begins to read its request's body, and when the answer is complete.
+        uvicorn calls this when the application begins to read a request's body, and when the answer is complete.
         """
         if not self.is_full:
             super().resume_reading()
@@ -506,7 +506,7 @@ class _Answering:
 
 
 class _OldCycle(RequestResponseCycle):
-    """Answers a client of HTTP/1.0, which does not know chunks: an answer without a length ends with the connection."""
+    """Answers an HTTP/1.0 client, which does not know chunks: an answer without a length ends with the connection."""
 
     _ends_with_connection = False
 

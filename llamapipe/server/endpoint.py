@@ -2,11 +2,11 @@
 
 Open it to change what all routes share. A route is an ``Endpoint``: it reads the body within the server's limits, runs
 the route's handler in a task, and sends the ``Response`` that the handler returns. If the client disconnects, the task
-is cancelled, and the handler's requests in the engine end within a step.
+is cancelled, and the handler's requests to the engine end within a step.
 
-A handler gets an ``Exchange``, which is Starlette's request with the data for the log and the metrics, and the decoded
-body. Starlette's exception handlers, which ``application`` registers, answer an exception. Once a stream has begun, its
-last event reports the error.
+A handler gets the decoded body and an ``Exchange``, which is Starlette's request with the data for the log and the
+metrics. If a handler raises an exception, the exception handlers that ``application`` registers answer it. Once a
+stream has begun, its last event reports the error instead.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ T = TypeVar("T")
 Answers = TypeVar("Answers", bound=Completion | ChatCompletion | Sequence[Completion])
 Body = TypeVar("Body", bound=msgspec.Struct)
 _log = logging.getLogger("llamapipe.server")
-_LARGE_BODY = 2**20  # bytes; the C library keeps what such requests free
-_SIGN_S = 0.25  # how often a stream looks whether it can tell something new
+_LARGE_BODY = 2**20  # bytes; the C library keeps the memory that such requests free
+_SIGN_S = 0.25  # how often a stream checks for other news
 PING = b": ping\n\n"  # a comment, which clients skip
-SUBMITTED = b""  # no event: the requests are checked and in the queue, so the answer's headers can be sent
+SUBMITTED = b""  # no event: the requests are checked and queued, so the headers can be sent
 
 
 class Exchange(ClientRequest):
     """One HTTP request and its answer, used by one task. ``gate``: the gate that all requests pass.
 
-    ``raw``: the body, until it is decoded. ``has_body``: whether all of the body has arrived, or there is none.
-    ``answer_headers``: the headers that any answer to the request has.
+    ``raw``: the body, until it is decoded. ``has_body``: whether all of the body has arrived, or there is no body.
+    ``answer_headers``: the headers of any answer to the request.
     """
 
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +68,7 @@ class Exchange(ClientRequest):
         self.times.load_s = self.loaded_ns / 1e9
         self._unused: tuple[str, ...] = ()
         self._held = gate.bodies.hold(self.client.host if self.client else "", lambda: None)
-        self._n_read = 0  # bytes of its body
+        self._n_read = 0  # bytes of the body
         self._last_token_at: dict[int, float] = {}
         scope["llamapipe.exchange"] = self
 
@@ -84,8 +84,8 @@ class Exchange(ClientRequest):
     async def body(self) -> bytes:
         """Read and return the whole body. A second call returns no bytes.
 
-        Raises ApiError 413 over the limit, 408 if it does not arrive in time, 503 if all bodies together are too large,
-        ClientDisconnect.
+        Raises ApiError 413 if the body is over the limit, 408 if it does not arrive in time, 503 if all bodies together
+        are too large. Raises ClientDisconnect.
         """
         if self.has_body:
             return b""
@@ -97,7 +97,7 @@ class Exchange(ClientRequest):
         finally:
             if not reading.done():
                 reading.cancel()
-            self._held.refuse = lambda: None  # the task holds the exchange
+            self._held.refuse = lambda: None  # the old callback holds the task
         if not done:
             raise ApiError(
                 408,
@@ -113,7 +113,7 @@ class Exchange(ClientRequest):
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length), limit)
-        self._encodings()  # before the body is read
+        self._encodings()  # raises, before the body is read
         parts: list[bytes] = []
         try:
             async with aclosing(self.stream()) as stream:
@@ -126,7 +126,7 @@ class Exchange(ClientRequest):
             self.has_body = True
             return b"".join(parts)
         finally:
-            parts.clear()  # also where an exception holds this frame until the next garbage collection
+            parts.clear()  # an exception may hold this frame until the next garbage collection
 
     async def decode_content(self) -> None:
         """Decode the body as its Content-Encoding says. Clients take turns. Raises ApiError 400, 413."""
@@ -150,7 +150,7 @@ class Exchange(ClientRequest):
         )
 
     def hold_more(self, n_bytes: int) -> None:
-        """Count bytes that were fetched for the request as part of its body, from now on."""
+        """Count bytes that were fetched for the request as part of its body."""
         self._held.add(n_bytes)
 
     def release_body(self) -> None:
@@ -164,7 +164,7 @@ class Exchange(ClientRequest):
         self.gate.freed(self._n_read)
 
     def refuse_with(self, refuse: Callable[[], object]) -> None:
-        """Let ``refuse`` end the request if all bodies together are too large.
+        """Set the function that ends the request if all bodies together are too large.
 
         Call it when the body has been read.
         """
@@ -178,7 +178,7 @@ class Exchange(ClientRequest):
     async def decode(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """Return the body as a value of the decoder's type; a large body is decoded in a thread.
 
-        Notes its fields without effect. Raises ApiError 400, which names the field.
+        Records its fields without effect. Raises ApiError 400, which names the field.
         """
         raw, self.raw = self.raw, b""
         if len(raw) <= _LARGE_BODY:
@@ -195,7 +195,7 @@ class Exchange(ClientRequest):
         try:
             try:
                 body = decoder.decode(raw)
-            except msgspec.ValidationError:  # a null may stand where the type has none, and in unknown fields
+            except msgspec.ValidationError:  # there may be nulls that the type does not have
                 fields, names = as_taken(msgspec.json.decode(raw), decoder.type)
                 body = msgspec.convert(fields, decoder.type)
         except msgspec.ValidationError as e:
@@ -228,7 +228,7 @@ class Exchange(ClientRequest):
     def _check_size(self, raw: bytes) -> None:
         """Raise ApiError 400 for a body that takes too long to decode."""
         most = self.gate.settings.max_messages
-        # A decoded conversation takes ten times its bytes.
+        # A decoded conversation takes about ten times the bytes of its JSON.
         if len(raw) > _LARGE_BODY and (n := raw.count(b'"role"')) > most:
             raise ApiError(
                 400,
@@ -245,16 +245,16 @@ class Exchange(ClientRequest):
 
     @property
     def loaded_ns(self) -> int:
-        """The nanoseconds that it waited for its model, as reported by the front process of several models; else 0."""
+        """The nanoseconds that the request waited for its model in the front process of several models; else 0."""
         nanoseconds = self.headers.get(LOADED_NS, "0") if self.gate.is_behind_front else "0"
         return int(nanoseconds)
 
     # ---- what is counted
     def note_unused(self, names: tuple[str, ...]) -> None:
         """Record options that have no effect on this server. Raises ApiError 400 if the settings are ``strict``."""
-        if self.gate.is_behind_front:  # there it has an effect
+        if self.gate.is_behind_front:  # it has an effect in the front process
             names = tuple(name for name in names if name != "keep_alive")
-        if self.gate.settings.slot_save_path is not None:  # it names a conversation
+        if self.gate.settings.slot_save_path is not None:  # it chooses a conversation
             names = tuple(name for name in names if name != "id_slot")
         if names and self.gate.settings.strict:
             raise ApiError(
@@ -269,7 +269,7 @@ class Exchange(ClientRequest):
         self.n_prompt_tokens, self.n_completion_tokens = n_prompt, n_completion
 
     async def await_engine(self, result: Awaitable[Answers]) -> Answers:
-        """Await the engine's complete answer, and note its times."""
+        """Await the engine's complete answer, and record its times."""
         done = await self.await_streams(result)
         self.times.take(done)
         return done
@@ -294,13 +294,13 @@ class Exchange(ClientRequest):
         self._last_token_at[stream] = now
 
     def next_prompt(self) -> None:
-        """Begin another prompt for the streams that follow; the time between prompts is not a token interval."""
+        """Begin another prompt, so that the time between two prompts does not count as a token interval."""
         self.times.next_prompt()
         self._last_token_at.clear()
 
     # ---- the answer
     def prepare(self, response: Response) -> Response:
-        """Return the response with the headers that any answer has."""
+        """Add the headers of any answer to a response, and record its status; return the response."""
         response.raw_headers += self.answer_headers
         if self._unused:
             response.raw_headers.append((b"x-llamapipe-unused", ", ".join(self._unused).encode()))
@@ -313,10 +313,10 @@ class Exchange(ClientRequest):
     def error_response(self, error: ApiError, more: Mapping[str, str] | None = None) -> Response:
         """Return the response for an error. ``more``: further headers."""
         headers = dict(more or {})
-        if not self.has_body:  # the rest of it may still come; it is not a request
+        if not self.has_body:  # the rest of the body may still arrive, and is not a request
             headers["connection"] = "close"
         if error.code == QUOTA:
-            headers["x-should-retry"] = "false"  # OpenAI's clients would
+            headers["x-should-retry"] = "false"  # OpenAI's clients would try again
         elif error.status in BUSY:
             headers["retry-after"] = str(self.gate.settings.retry_after_s)
         if error.status == 415:
@@ -331,7 +331,7 @@ class Exchange(ClientRequest):
 
 
 class LateResponse(Response):
-    """A response whose status is known when its first byte is sent, and which then sets the exchange's status."""
+    """A response that sets the exchange's status when it sends its first byte, because it is not known before."""
 
 
 class JsonResponse(Response):
@@ -362,8 +362,7 @@ class EventStream(StreamingResponse):
 
     The status is sent with the first event, even an empty one, so an earlier error can still set the status. While
     there is nothing to send, ``ping``, or the bytes it returns, is sent every ``ping_s`` seconds. The first ping also
-    sends the status, and later errors are events. ``sign``: returns other news to send during this time, if there is
-    any.
+    sends the status; errors after it are events. ``sign``: returns other news to send during this time, or no bytes.
     """
 
     media_type = "text/event-stream"
@@ -403,7 +402,7 @@ class EventStream(StreamingResponse):
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
-        # The events are closed first: their requests end now, also if sending is cancelled.
+        # The events are closed first, so that their requests end now, even if sending is cancelled.
         ping_s = exchange.gate.settings.ping_s
         async with _Heartbeat(part, self._ping, ping_s, self._sign) as beat, aclosing(self._events) as events:
             try:
@@ -417,7 +416,7 @@ class EventStream(StreamingResponse):
             except Exception as e:
                 if exchange.status == 0:
                     raise
-                while beat.sign_on_its_way is not None:  # nothing follows an error
+                while beat.sign_on_its_way is not None:  # the error must be the last event
                     await beat.sign_on_its_way
                 beat.is_sending = True
                 await part(error_event(e, exchange.dialect))
@@ -437,7 +436,7 @@ class Download(StreamingResponse):
 
 
 class LineStream(EventStream):
-    """An ``EventStream`` of JSON lines, which have no comments: ``ping`` is a line that changes nothing."""
+    """An ``EventStream`` of JSON lines. They have no comments, so ``ping`` must be a line that changes nothing."""
 
     media_type = "application/x-ndjson"
 
@@ -445,7 +444,7 @@ class LineStream(EventStream):
 class _Heartbeat:
     """Sends signs of life on a stream that has nothing else to send.
 
-    ``is_sending``, ``sent_at``: set by the stream. ``sign_on_its_way``: the stream waits for this task before it sends.
+    ``is_sending``, ``sent_at``: set by the stream. ``sign_on_its_way``: the stream awaits this task before it sends.
     """
 
     def __init__(
@@ -474,7 +473,7 @@ class _Heartbeat:
             self._timer = self._loop.call_later(self._every_s, self._tick)
 
     def _tick(self) -> None:
-        """Check whether the stream is silent. A timer for each event would cost more."""
+        """Send a sign of life if the stream is silent. One timer per interval costs less than one per event."""
         silent_s = 0.0 if self.is_sending else self._loop.time() - self.sent_at
         data = b"" if self.is_sending or self._sign is None else self._sign()
         if not data and silent_s >= self._ping_s:
@@ -503,7 +502,7 @@ class _Heartbeat:
         if self._timer is not None:
             self._timer.cancel()
         sign = self.sign_on_its_way
-        if sign is not None:  # it waits for a client that does not read
+        if sign is not None:  # it is waiting for a client that does not read
             if kind is not None:
                 sign.cancel()
             await asyncio.wait([sign])
@@ -511,7 +510,7 @@ class _Heartbeat:
 
 # ---- routes
 Handler = Callable[[Exchange], Awaitable[Response]]
-# Which models a route is for, where several are served: those that generate, that fill in gaps, that embed, or all.
+# The models that a route is for: those that generate, that fill in gaps, that embed, or all.
 ModelKind = Literal["text", "filling", "embedding", "any"]
 
 
@@ -522,8 +521,8 @@ class Endpoint:
     ``path``: the route's path. ``handler``: answers a request whose body has been read. ``has_key``: whether the API
     key is checked and limits apply. ``aliases``: further paths. ``model``: the kind of model that answers.
 
-    The OpenAPI document leaves out a route without ``summary``. It also uses ``more_statuses``: the statuses that not
-    every route has; ``body``: the type of the request's body; ``form``: the fields of a form, the first of which is a
+    The OpenAPI document leaves out a route without ``summary``. It also uses ``more_statuses``: statuses that only some
+    routes have; ``body``: the type of the request's body; ``form``: the fields of a form, the first of which is a
     required file; ``media`` and ``stream_media``: the media types of a complete and of a streamed answer.
     """
 
@@ -545,7 +544,7 @@ class Endpoint:
 
     @property
     def streams(self) -> bool:
-        """Whether a client may ask for a stream. Routes that only count tokens have the same body, but never stream."""
+        """Whether a client may ask for a stream. Routes that only count tokens have such a body, but never stream."""
         has_field = self.body is not None and "stream" in self.body.__struct_fields__
         return has_field and "504" in self.more_statuses
 
@@ -562,13 +561,13 @@ class Endpoint:
             if self.has_key:
                 gate.check(exchange)
             exchange.raw = await exchange.body()
-            with gate.admitted(exchange, self.has_key):  # it counts from here: slow bodies keep nobody out
+            with gate.admitted(exchange, self.has_key):  # slow bodies do not count
                 await self._run(exchange)
         except ClientDisconnect as e:
             exchange.status = exchange.status or 499
             _clear(e)
         except asyncio.CancelledError:
-            # The draining server has stopped waiting.
+            # The server drains, and no longer waits for this request.
             if gate.draining and exchange.inside is None and not exchange.status:
                 raise shutting_down() from None
             exchange.status = exchange.status or 499
@@ -576,7 +575,7 @@ class Endpoint:
         except Exception as e:
             answer = _logged(e, f"id={exchange.id} {self.path}", exchange.id)
             _clear(e)
-            if not exchange.status:  # otherwise the connection ends
+            if not exchange.status:  # otherwise, the connection is closed
                 raise answer from None
         finally:
             exchange.forget_body()
@@ -632,7 +631,7 @@ def post(
 
 
 def _logged(error: Exception, what: str, request_id: str) -> ApiError:
-    """Return the error for any exception, which is logged if it may be a defect of the server."""
+    """Return the error for an exception. Logs the exception if it may be a defect of the server."""
     log_unexpected(error, what)
     answer = api_error(error)
     if answer is None:
@@ -654,10 +653,10 @@ def _clear(error: BaseException) -> None:
 
 
 # ---- bodies
-# Objects and lists inside each other. Python's limit is 1000 calls, and some functions need two for a level.
+# The maximum nesting of objects and lists. Python allows 1000 nested calls, and some functions need two per level.
 MAX_DEPTH = 256
-MAX_VALUES = 2**18  # objects, lists and members of all; numbers in a list take a sixteenth of their time
-_PART = 2**20  # bytes that are looked at together
+MAX_VALUES = 2**18  # objects, lists and members; numbers in a list count a sixteenth
+_PART = 2**20  # bytes that are checked together
 _STEPS = np.zeros(256, np.int8)  # of each byte
 _STEPS[list(b"{[")] = 1
 _STEPS[list(b"}]")] = -1
@@ -669,9 +668,9 @@ _WEIGHTS[ord(",")] = 1
 
 
 def problem_of(body: bytes) -> str | None:
-    """Return the problem of JSON with more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
+    """Return the problem of a body with more than ``MAX_DEPTH`` levels or ``MAX_VALUES`` values; else None.
 
-    Decoding more would hold up the other requests. The result may be wrong for text that is not JSON.
+    To decode more would hold up other requests. The result may be wrong for text that is not JSON.
     """
     counts_values = len(body) > MAX_VALUES and (
         body.count(b":") + body.count(b"[") + body.count(b"{") > MAX_VALUES
@@ -679,7 +678,7 @@ def problem_of(body: bytes) -> str | None:
     )
     if not counts_values and body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
         return None
-    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the other quotes begin and end strings
     depth, weight, in_string = 0, 0, False
     for start in range(0, len(text), _PART):
         part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)

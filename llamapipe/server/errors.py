@@ -1,6 +1,6 @@
 """Errors as HTTP answers: the exception that handlers raise, and the answers to llamapipe's other exceptions.
 
-The APIs have different error formats, and ``ApiError.body`` writes all of them. llama-server's format is OpenAI's with
+The APIs have different error formats, and ``ApiError.body`` returns all of them. llama-server's format is OpenAI's with
 one more type.
 """
 
@@ -23,7 +23,7 @@ from llamapipe.errors import (
 )
 
 Dialect = Literal["openai", "llama-server", "anthropic", "ollama"]
-# Other statuses below 500 are invalid_request_error, from 500 on server_error and api_error.
+# Other statuses below 500 have the type invalid_request_error; from 500 on, server_error or api_error.
 _OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -42,19 +42,19 @@ _ANTHROPIC_TYPES = {
 _log = logging.getLogger("llamapipe.server")
 _MOST_CHARACTERS = 2000  # of a message
 _MOST_OF_PARAM = 200
-QUOTA = "insufficient_quota"  # the code of a 429 that no later attempt changes; OpenAI's
+QUOTA = "insufficient_quota"  # OpenAI's code for a 429 that will not succeed later
 TOO_LONG = "context_length_exceeded"  # the code of an error about a prompt that does not fit
-# The numbers of such an error, which llama-server's clients read as fields.
+# The numbers in the message of a ``TOO_LONG`` error, which llama-server's clients read as fields.
 _SIZES = re.compile(r"(\d+) tokens; n_ctx is (\d+)(?: and (\d+) must stay free)?")
-_N_FRAMES = 12  # of a logged traceback: a deeply nested request would otherwise write thousands of lines
+_N_FRAMES = 12  # of a logged traceback: a deeply nested request could otherwise write thousands of lines
 BUSY = (429, 503)  # statuses after which the client should retry
 
 
 class ApiError(Exception):
     """An answer other than 200: the HTTP status, a message, and the field of the request that caused it.
 
-    If the message advises another value for an option of the engine, the ``--option`` of the command is added.
-    ``details``: what Anthropic's clients read as ``error.details``, with its ``error_code``.
+    If the message advises another value for an option of the engine, the ``--option`` of the command is added to it.
+    ``details``: the object that Anthropic's clients read as ``error.details``, with its ``error_code``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ApiError(Exception):
         """Return the answer's body in the format of an API."""
         sizes = _SIZES.search(self.message) if self.code == TOO_LONG else None
         message = self.message
-        if sizes is not None:  # agents make their conversation shorter when they read the words of their API
+        if sizes is not None:  # agents shorten their conversation if they recognize their API's words
             most = int(sizes[2]) - int(sizes[3] or 0)
             message = f"prompt is too long: {sizes[1]} tokens > {most} maximum: {message}"
             if dialect != "anthropic":
@@ -126,7 +126,7 @@ def wrong(place: str, key: str, problem: str) -> ApiError:
 
 
 def as_sent(value: object) -> str:
-    """Return a value of a request's JSON for a message, as ``quoted`` does; a field that is missing is null."""
+    """Return a value of a request's JSON for a message, as ``quoted`` does. A missing field is shown as null."""
     return "null" if value is None else quoted(value)
 
 
@@ -136,7 +136,7 @@ def no_model(message: str, param: str = "model") -> ApiError:
 
 
 def code_of(error: Exception) -> str | None:
-    """Return the code for the engine's error about a request: the code of a prompt that does not fit, or None."""
+    """Return the code for the engine's error about a request: ``TOO_LONG`` if a prompt does not fit, else None."""
     return TOO_LONG if "n_ctx" in str(error) else None
 
 
@@ -162,7 +162,7 @@ def log_unexpected(error: BaseException, what: str) -> None:
 
 
 def api_error(error: BaseException) -> ApiError | None:
-    """Return the error for an exception that the engine raised; None for an unexpected one, which is a bug."""
+    """Return the error for an exception of the engine; None for an unexpected exception, which is a defect."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -179,10 +179,10 @@ def api_error(error: BaseException) -> ApiError | None:
         return ApiError(504, str(error), code="timeout")
     if isinstance(error, ImportError) and "pip install 'llamapipe[" in str(error):
         return ApiError(400, f"this server lacks a package for it: {error}")
-    if isinstance(error, RecursionError):  # decoding allows deeper values than templates and schemas do
+    if isinstance(error, RecursionError):  # decoding allows more levels than templates and schemas
         return ApiError(400, "the request is nested too deeply")
-    if isinstance(error, UnicodeEncodeError):  # a text of ours: those of clients can be encoded
+    if isinstance(error, UnicodeEncodeError):  # a text of this server: clients' texts can be encoded
         return None
-    if isinstance(error, (TypeError, ValueError)):  # bad options, found before anything ran
+    if isinstance(error, (TypeError, ValueError)):  # bad options, before the engine ran
         return ApiError(400, str(error))
     return None

@@ -28,16 +28,16 @@ from llamapipe.server.settings import ServerSettings
 from llamapipe.work.tenant import Tenant, tenant
 
 T = TypeVar("T")
-_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # the others are escaped in the log: a path may hold line breaks
+_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # others are escaped in the log: a path may have line breaks
 _POLLED = ("/timeline", "/requests", "/jobs", "/ping", "/health", "/v1/health", "/metrics")
 _TRIM_AFTER_S = 1.0
 _TRIM_BYTES = 2**20
-_SMALL_BYTES = 2**16  # so large bodies come all the time
-# From the front process to that of a model: what ``Tenant`` has, and how long the request waited for the model.
+_SMALL_BYTES = 2**16  # smaller bodies are frequent, and do not count
+# Headers from the front process to a model's process: the fields of ``Tenant``, and the wait for the model.
 CLIENT, CACHE, LOADED_NS = "x-llamapipe-client", "x-llamapipe-cache", "x-llamapipe-loaded-ns"
-# Also from there: the owner of the request and of what it stores, and the id of a stored answer.
+# Likewise: the owner of the request and of the data that it stores, and the id of a stored answer.
 OWNER, ANSWER = "x-llamapipe-owner", "x-llamapipe-answer"
-# And what ``Inside`` has of a request that the front process made itself.
+# Likewise: the fields of ``Inside``, for a request that the front process made itself.
 WORKER, PRIORITY = "x-llamapipe-run-by", "x-llamapipe-priority"
 _OF_CLIENT = Inside()
 _log = logging.getLogger("llamapipe.server")
@@ -48,9 +48,9 @@ class Gate:
 
     ``n_requests``: the number of requests being served. ``bound_to``: the address that the server listens on; None
     inside another server, which gives it with each request. ``is_behind_front``: only the front process of several
-    models reaches this server; it has checked the client, and says who it is. ``store``: stored answers. ``files``:
-    clients' files and batches. Both are open until ``release``, and None if the server has none. ``background``:
-    computes answers and batches after their clients are gone; None without a store.
+    models reaches this server; it has checked the client and names it in headers. ``store``: stored answers. ``files``:
+    clients' files and batches. Both are open until ``release``, and None if the server stores nothing. ``background``:
+    computes answers and batches for which no client waits; None without a store.
 
     Raises OSError and StoreError for a file of stored answers that cannot be used.
     """
@@ -65,8 +65,8 @@ class Gate:
         self.recent = Recent(settings.keep_requests)
         self.n_pulls = 0  # downloads that clients asked for
         self.draining = False
-        self._trims = False  # soon
-        self._n_freed = 0  # bytes, since the last time
+        self._trims = False  # whether `_trim` will run
+        self._n_freed = 0  # bytes since the last trim
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self.store = settings.open_store()
         try:
@@ -78,28 +78,28 @@ class Gate:
         self.background: LaterWork | None = None
 
     def release(self) -> None:
-        """Close the files of stored data, if any. A second call does nothing. It blocks; any thread may call it."""
+        """Close the files of stored data, if any. A second call does nothing. Blocks; any thread may call it."""
         for database in (self.store, self.files):
             if database is not None:
                 database.close()
 
     @property
     def n_slots(self) -> int | None:
-        """The number of requests that its engine computes at once; None without an engine."""
+        """The number of requests that the engine computes at once; None without an engine."""
         return None
 
     def start_background(self) -> None:
-        """Start computing what waits in the store. A second call does nothing."""
+        """Start to compute the answers and batches that wait in the store. A second call does nothing."""
         if self.background is not None:
             self.background.start()
 
     async def stop_background(self) -> None:
-        """Stop, and leave unfinished work to the next server or to this server's other processes."""
+        """Stop computing, and leave unfinished work to the next server or to this server's other processes."""
         if self.background is not None:
             await self.background.stop()
 
     def mcp_labels(self) -> Sequence[str]:
-        """Return the MCP servers that requests may name."""
+        """Return the labels of the MCP servers that requests may name."""
         return ()
 
     def stop_tools(self) -> None:
@@ -128,9 +128,9 @@ class Gate:
 
     @contextmanager
     def admitted(self, request: ClientRequest, counted: bool) -> Iterator[None]:
-        """Count a request while it is served, once its body has arrived. Raises ApiError if there are too many.
+        """Count a request within the context, after its body has arrived. Raises ApiError if there are too many.
 
-        Within this context, calls of the engine are made for this client: see ``Tenant``.
+        Within the context, calls of the engine are made for this client; see ``Tenant``.
         """
         counted = counted and request.inside is None
         if counted:
@@ -145,7 +145,7 @@ class Gate:
             self.n_requests -= counted
 
     def tenant_of(self, request: ClientRequest) -> Tenant:
-        """Return the client: its key if there are several, each with a separate prefix cache; else its address."""
+        """Return the client: its key if there are several keys, each with a separate prefix cache; else its address."""
         priority = self.inside_of(request).priority
         if self.is_behind_front:
             cache = request.headers.get(CACHE) or None
@@ -159,23 +159,23 @@ class Gate:
         return Tenant(share, cache, self.settings.grammar_timeout_s, self.settings.max_sound_s, priority)
 
     def inside_of(self, request: ClientRequest) -> Inside:
-        """Return the client for whom the server made a request itself; a neutral value for a client's request."""
+        """Return the client for whom the server made a request itself; an empty ``Inside`` for a client's request."""
         if self.is_behind_front and WORKER in request.headers:
             headers = request.headers
             return Inside(worker=headers[WORKER] or None, priority=int(headers.get(PRIORITY, "0")))
         return request.inside or _OF_CLIENT
 
     def owner_of(self, request: ClientRequest) -> str:
-        """Return the owner of this request and of what it stores: its key, or everybody if there are no keys."""
+        """Return the owner of this request and its data: a digest of its key; without keys, an empty text."""
         if self.is_behind_front:
             return request.headers.get(OWNER, "")
-        # The file does not tell the key, nor the digest that is compared.
+        # The store's file reveals neither the key nor the digest with which it is compared.
         return "" if request.key is None else _owner(request.key)
 
     def own_requests(self, request: ClientRequest, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what a client may see of the entries of ``GET /requests``: with keys, its own key's.
+        """Return the entries of ``GET /requests`` that a client may see: with keys, those of its own key.
 
-        Requests that were refused before their key was checked are shown if there is only one key.
+        If there is only one key, also returns requests that were refused before their key was checked.
         """
         owner = self.owner_of(request) if self._keys else None
         seen = (owner,) if len(self._keys) > 1 else (owner, "")
@@ -188,7 +188,7 @@ class Gate:
     def key_of(self, owner: str) -> bytes | None:
         """Return the digest of an owner's key; None without keys.
 
-        Raises LookupError if the server has no such key now.
+        Raises LookupError if the server no longer has this key.
         """
         if not self._keys and not owner:
             return None
@@ -200,8 +200,8 @@ class Gate:
     def answer_id(self, request: ClientRequest) -> str:
         """Return the id of a stored answer, without its prefix.
 
-        It differs from the request's id, which a client may send twice. The front process chooses it, so that it can
-        ask another process if one dies, and what the first one stored is replaced.
+        It differs from the request's id, which a client may send twice. The front process chooses it. If a process
+        dies, the front process asks another with the same id, so that the second answer replaces the first.
         """
         answer_id: str | None = request.scope.get("llamapipe.answer")
         if self.is_behind_front:
@@ -216,7 +216,7 @@ class Gate:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             api_key = token.strip()
-        # Digests have the same length and all keys are compared, so the time reveals nothing about the keys.
+        # Digests have the same length, and all keys are compared, so the time reveals nothing about the keys.
         digest = hashlib.sha256(api_key.encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
@@ -231,16 +231,16 @@ class Gate:
         return digest
 
     async def convert(self, function: Callable[..., T], *arguments: Any, size: int) -> T:
-        """Call ``function(*arguments)`` in a thread, because it would hold up the event loop. Clients take turns.
+        """Return ``function(*arguments)``, computed in a thread to keep the event loop free. Clients take turns.
 
-        ``size``: in bytes. The total size of large bodies that are converted at once is limited.
+        ``size``: the bytes to convert. The total size of large bodies that are converted at once is limited.
         """
         raise NotImplementedError
 
     def freed(self, n_bytes: int) -> None:
         """Record that memory of a body was freed.
 
-        Large amounts are soon returned to the system, because the C library would keep them.
+        Large amounts are returned to the system soon, because the C library would keep them.
         """
         if n_bytes > _SMALL_BYTES:
             self._n_freed += n_bytes
@@ -251,19 +251,19 @@ class Gate:
     def _trim(self) -> None:
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
         self._trims = False
-        self.freed(0)  # counts what was freed since
+        self.freed(0)  # starts another trim if much was freed meanwhile
 
     def finished(self, request: ClientRequest) -> None:
         """Count and log an answered request.
 
-        Routes that programs poll are logged at level DEBUG, and so are requests that a model's process logs.
+        Requests to routes that programs poll, and requests that a model's process logs, are logged at level DEBUG.
         """
         times = request.times
         seconds = perf_counter() - times.arrived_at
         self.metrics.answered(request, seconds)
         self.recent.add(request, self.owner_of(request), seconds)
         if self.background is not None and request.is_forwarded and request.route == "/v1/responses":
-            self.background.wake()  # the process of a model may have been given an answer for later
+            self.background.wake()  # a model's process may have stored an answer to compute
         is_quiet = request.is_forwarded or (request.status < 400 and request.path in _POLLED)
         _log.log(
             logging.DEBUG if is_quiet else logging.INFO,
@@ -284,6 +284,6 @@ def _owner(key: bytes) -> str:
 
 
 def _where(times: RequestTimes) -> str:
-    """Return the phases of a request with their times, for the log."""
+    """Return the phases of a request with their milliseconds, for the log."""
     phases = "".join(f" {name}={ms:.0f}" for name, ms in times.phases_ms().items() if ms or name == "queue")
     return f" n_cached_tokens={times.n_cached}{phases}"

@@ -13,7 +13,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a value as JSON. Text that a model writes in JSON may contain half of a surrogate pair."""
+    """Encode a value as JSON. Texts may contain half of a surrogate pair, as a model's JSON may have."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
@@ -21,13 +21,13 @@ def encode_json(value: object) -> bytes:
 
 
 def event(value: object, name: str | None = None) -> bytes:
-    """Encode a value as an event, with a name for APIs that name their events."""
+    """Encode a value as a server-sent event. ``name``: the event's name, for APIs that name their events."""
     data = b"data: " + encode_json(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 def typed_event(value: Mapping[str, Any]) -> bytes:
-    """Encode a value as an event with the name of its type."""
+    """Encode a value as an event, named by its field ``type``."""
     return event(value, str(value["type"]))
 
 

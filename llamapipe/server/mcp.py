@@ -3,10 +3,10 @@
 Open it to change how an MCP server starts, is called, fails and ends.
 
 A server is somebody else's program: it may be slow, hang, die, or write without end, and this must affect only calls of
-that server. So all servers live on the event loop of a separate thread, and what they send is limited before it is
-parsed. All requests share one set of servers. A server that has ended is started again when it is needed. If a caller
-goes away, its call is cancelled. ``close`` ends the children, first by closing their input, then by signals to their
-process groups.
+that server. So all servers are used on the event loop of a separate thread, and their messages are limited before they
+are parsed. All requests share one set of servers. A server that has ended is started again when it is needed. If a
+caller is cancelled, its call is cancelled. ``close`` ends the children, first by closing their input, then by signals
+to their process groups.
 
 The official package ``mcp`` implements the protocol. It is imported when the first server starts.
 """
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from mcp.client._transport import Transport, TransportStreams
 
 T = TypeVar("T")
-MOST_TOOLS = 1024  # of a server: a grammar holds no more
+MOST_TOOLS = 1024  # of a server: a grammar cannot have more
 _MOST_PAGES = 64
 _MOST_LINE = 2**23  # bytes of a message
 _MOST_UNASKED = 2**26  # bytes that a server may send between two requests
 _MOST_GARBAGE = 100  # lines that are not messages, such as banners
 _MOST_ERROR = 300  # characters
-_MOST_STDERR = 2000  # bytes of its last words, for the log
-_GRACE_S = 2.0  # after its input is closed, and again after SIGTERM
+_MOST_STDERR = 2000  # bytes of the end of its standard error, for the log
+_GRACE_S = 2.0  # the wait after its input is closed, and again after SIGTERM
 _MOST_END_S = 10.0
-_LATER_S = 1.0  # the package ends a request itself, a moment earlier
-# As other clients: a child sees these, and what its entry says. Keys of this server, for example, stay here.
+_LATER_S = 1.0  # extra time, because the package itself ends a request at its limit
+# As with other clients, a child gets only these variables and those of its entry, not, for example, API keys.
 _INHERITED = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
-if sys.platform == "win32":  # without SYSTEMROOT programs do not start
+if sys.platform == "win32":  # without SYSTEMROOT, programs do not start
     _INHERITED += ("SYSTEMROOT", "SYSTEMDRIVE", "COMSPEC", "PATHEXT", "TEMP", "TMP")
     _INHERITED += ("USERNAME", "USERPROFILE", "APPDATA", "LOCALAPPDATA")
 TIMED_OUT, CLOSED = -32001, -32000  # the package's codes
-_LOST = (CLOSED, -32600, -32603)  # those with which it says that an address is of no use, or knows no session
+_LOST = (CLOSED, -32600, -32603)  # its codes for a useless address or a lost session
 _log = logging.getLogger("llamapipe.server")
 
 
@@ -86,7 +86,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class McpError(Exception):
-    """A server that cannot be used, or answered with an error. ``code``: the JSON-RPC error code."""
+    """An MCP server cannot be used, or answered with an error. ``code``: the JSON-RPC error code."""
 
     def __init__(self, message: str, code: int = CLOSED) -> None:
         super().__init__(message)
@@ -95,27 +95,27 @@ class McpError(Exception):
 
 
 class McpServers(Protocol):
-    """The servers of a file, in this process or in another one. Use it on an event loop's thread."""
+    """The servers of a file, in this process or in another. Use it on an event loop's thread."""
 
     @property
     def labels(self) -> Mapping[str, str | None]:
         """The servers: the address of each, or None for a child process."""
 
     async def tools(self, label: str) -> Sequence[Tool]:
-        """Return the tools that a server lists. Raises McpError, KeyError."""
+        """Return the tools that a server lists. Raises McpError, KeyError for an unknown label."""
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
-        """Call a tool; a task that is cancelled cancels the call. Raises McpError, KeyError."""
+        """Call a tool. If the task is cancelled, the call is, too. Raises McpError, KeyError for an unknown label."""
 
     def close(self) -> None:
         """End the servers that this object owns. Any thread may call it. A second call does nothing."""
 
 
 class LocalServers:
-    """The servers of this process; see ``McpServers``. They start with ``start``, without waiting.
+    """The servers of this process; see ``McpServers``. ``start`` begins to start them, without waiting.
 
     ``timeout_s``: the limit for each call. ``start_s``: the limit for a start, and for listing the tools; by default,
-    ``timeout_s``. Any loop may call.
+    ``timeout_s``. Tasks of any event loop may call the methods.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LocalServers:
         return f"<LocalServers {len(self._connections)}>"
 
     def start(self) -> None:
-        """Start all servers, so that the first request need not wait. The log says which of them fail."""
+        """Start all servers, so that the first request need not wait. Failures are logged."""
         for connection in self._connections.values():
             self._thread.begin(connection.warm())
 
@@ -175,9 +175,9 @@ class ListedServer:
 
 
 class RemoteServers:
-    """Servers at addresses that clients name, each for one request, because clients may send them secrets.
+    """Servers at addresses that clients name. Requests do not share these, because clients may send secrets to them.
 
-    ``hosts``: the hosts that clients may name. Any loop may call, and any thread may call ``close``.
+    ``hosts``: the hosts that clients may name. Tasks of any event loop may call the methods, any thread ``close``.
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
@@ -190,7 +190,7 @@ class RemoteServers:
         return f"<RemoteServers {len(self._used)}>"
 
     def open(self, label: str, url: str, headers: Mapping[str, str]) -> RemoteServer:
-        """Return a server to use until its ``end``. It is not contacted before its first call."""
+        """Return a server to use until its ``end``. It is not contacted before its first request."""
         connection = Connection(HttpServer(label, url, headers), self._timeout_s, hosts=self.hosts)
         return RemoteServer(self._thread, connection, self._used)
 
@@ -200,7 +200,7 @@ class RemoteServers:
 
 
 class RemoteServer:
-    """One of ``RemoteServers``. It is in ``used`` from its first request until its end."""
+    """A server of ``RemoteServers``. ``used``: a set that holds it from its first request until its end."""
 
     def __init__(self, thread: LoopThread, connection: Connection, used: set[RemoteServer]) -> None:
         self.connection = connection
@@ -221,14 +221,14 @@ class RemoteServer:
         return await self._thread.run(self.connection.call(tool, arguments))
 
     def end(self) -> None:
-        """Record that the client no longer needs the server. Does not wait."""
+        """End the server, which the client no longer needs. Does not wait."""
         if self in self._used:
             self._used.discard(self)
-            with suppress(McpError):  # all of them have ended
+            with suppress(McpError):  # all servers have ended
                 self._thread.begin(self.connection.close())
 
 
-# A server for the requests of one client.
+# A server that a request may use.
 McpServer = ListedServer | RemoteServer
 
 
@@ -268,11 +268,11 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result to a task of another loop; if the task is cancelled, so is the coroutine."""
+        """Run a coroutine for a task of another loop, and return its result. A cancelled task cancels it."""
         return await asyncio.wrap_future(self.begin(coroutine))
 
     def close(self, endings: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
-        """Run ``endings``, then end the thread. A second call does nothing."""
+        """Run ``endings`` on the loop, then end the thread. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -292,7 +292,7 @@ class LoopThread:
 class Connection:
     """One server, which is started when needed, and again after it has ended. Use it on one event loop.
 
-    ``hosts``: the hosts that clients may name, if a client named this address.
+    ``hosts``: the hosts that clients may name, if a client named this address; otherwise None.
     """
 
     def __init__(
@@ -306,20 +306,20 @@ class Connection:
         self._limits_s = (timeout_s, timeout_s if start_s is None else start_s)
         self._hosts = hosts
         self._life: _Life | None = None
-        self._ending: set[_Life] = set()  # earlier ones, whose processes may not have ended yet
+        self._ending: set[_Life] = set()  # earlier lives, whose processes may still run
         self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Connection {self._entry.label}>"
 
     async def warm(self) -> None:
-        """Start the server; the log says whether it worked."""
-        with suppress(McpError):  # which is in the log
+        """Start the server, and log whether it is ready."""
+        with suppress(McpError):  # it is already in the log
             n = len(await self.tools())
             _log.info("the MCP server %s is ready: %d tools", quoted(self._entry.label), n)
 
     async def tools(self) -> list[Tool]:
-        """Return the server's tools; asks again if the list changed or the server ended. Raises McpError."""
+        """Return the server's tools, cached until the list changes or the server ends. Raises McpError."""
         return await self._current().tools()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
@@ -347,7 +347,7 @@ class Connection:
 class _Life:
     """A server from one start to its end.
 
-    One task owns the connection; requests run in the tasks of their callers. ``is_over``: no more requests are sent.
+    One task owns the connection; requests run in the tasks of their callers. ``is_over``: it takes no more requests.
     ``n_running``: the number of requests that wait for answers.
     """
 
@@ -386,7 +386,7 @@ class _Life:
         )
 
     async def end(self) -> None:
-        """End the server, even if callers wait for it, and wait until it has ended."""
+        """End the server, even if callers wait for answers, and wait until it has ended."""
         self._finish()
         await asyncio.wait({self._owner}, timeout=_MOST_END_S)
 
@@ -395,7 +395,7 @@ class _Life:
         return self._owner.done()
 
     def _finish(self) -> None:
-        """Begin to end the server, once: a second cancellation would interrupt the code that ends the process."""
+        """Begin to end the server. Cancels its task only once, so that nothing interrupts the end of the process."""
         self.is_over = True
         ends_itself = self._stdio is not None and self._stdio.ended.is_set()
         if not self._is_ending and not ends_itself:
@@ -456,7 +456,7 @@ class _Life:
 
     # ---- requests
     async def _asked(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
-        """Await the answer to a request. Raises McpError, and marks a server that is no longer usable as over."""
+        """Send a request and return its answer. Raises McpError. Sets ``is_over`` if the server is no longer usable."""
         self.n_running += 1
         try:
             client = await self._started()
@@ -495,7 +495,7 @@ class _Life:
     def _explained(self, error: Exception, began: float, limit_s: float) -> McpError:
         if isinstance(error, McpError):
             return error
-        code = getattr(getattr(error, "error", None), "code", None)  # of the package's MCPError
+        code = getattr(getattr(error, "error", None), "code", None)  # the code of the package's MCPError
         if code == TIMED_OUT:
             return self._timed_out(began, limit_s)
         if self._stdio is not None and self._stdio.ended.is_set():
@@ -503,7 +503,7 @@ class _Life:
             return self._error(self._problem)
         if code is None:
             return self._error(f"answered what cannot be used: {self._reason(error)}")
-        # The session may be gone: the next request begins another one.
+        # The session may be gone, so the next request begins another.
         if self._stdio is None and code in _LOST:
             self.is_over = True
         return McpError(_short(str(error)), int(code))
@@ -511,7 +511,7 @@ class _Life:
     def _timed_out(self, began: float, limit_s: float) -> McpError:
         """Return the error for a request that was not answered in time.
 
-        A child that sent nothing at all during that time hangs. It is ended, and the next request starts another one.
+        A child that sent nothing during that time hangs. It is ended, and the next request starts another.
         """
         if self._stdio is not None and self._stdio.read_at < began and not self.is_over:
             self._tell("hangs, and is ended")
@@ -519,7 +519,7 @@ class _Life:
         return self._error(f"did not answer within {limit_s:g} seconds", TIMED_OUT)
 
     async def _read_tools(self, client: Client) -> list[Tool]:
-        """Read all pages of the list; if two tools have the same name, keep the first. Raises McpError."""
+        """Return the tools of all pages of the list. If two have the same name, keep the first. Raises McpError."""
         tools: dict[str, Tool] = {}
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
@@ -559,7 +559,7 @@ class _Life:
 
 
 def _look_at(future: asyncio.Future[Any]) -> None:
-    """Retrieve an exception that nobody awaits any more, so that asyncio does not log it."""
+    """Retrieve an exception that nobody awaits, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
@@ -570,7 +570,7 @@ def _short(text: str) -> str:
 
 # ---- results
 def _result(answer: Any) -> Result:
-    """Convert a ``CallToolResult`` of the package. Parts that are neither text nor image are only named."""
+    """Convert a ``CallToolResult`` of the package. Parts without a text or an image are only named."""
     parts: list[str | Image] = []
     for block in answer.content:
         kind = block.type
@@ -618,7 +618,7 @@ class _Stdio:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[TransportStreams]:
-        """Run the child, as a transport of the package ``mcp``."""
+        """Run the child within the context, as a transport of the package ``mcp``."""
         import anyio
         from mcp.shared.message import SessionMessage
 
@@ -648,7 +648,7 @@ class _Stdio:
                 yield read, write
         finally:
             self._is_ending = True
-            # In a task, because the one that runs this may be cancelled again.
+            # In a separate task, because this one may be cancelled again.
             await asyncio.shield(asyncio.ensure_future(_stop(process, tasks)))
 
     async def _read(self, process: asyncio.subprocess.Process, into: Any) -> None:
@@ -678,7 +678,7 @@ class _Stdio:
                 await into.send(message)
             if not self._is_ending:
                 self.problem = "ended"
-        except ValueError:  # of readline
+        except ValueError:  # raised by readline
             self._is_bad(process, f"wrote a message of more than {_MOST_LINE} bytes, and is ended")
         except (OSError, *_closed()):
             pass
@@ -702,7 +702,7 @@ class _Stdio:
                 await process.stdin.drain()
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Read what the child writes to standard error, so that it never blocks, and keep the end of it."""
+        """Read the child's standard error, so that it never blocks, and keep the end."""
         assert process.stderr is not None
         while part := await process.stderr.read(2**16):
             self._stderr = (self._stderr + part)[-_MOST_STDERR:]
@@ -716,7 +716,7 @@ def _closed() -> Any:
 
 
 async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End a child and its descendants: close its input, wait, and send signals to its process group."""
+    """End a child and its descendants: close its input, wait, then send signals to its process group."""
     assert process.stdin is not None
     ended = asyncio.ensure_future(process.wait())
     try:
@@ -728,7 +728,7 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
             if (await asyncio.wait({ended}, timeout=_GRACE_S))[0]:
                 break
     finally:
-        _end(process, at_once=True)  # end the processes that it has left behind
+        _end(process, at_once=True)  # end processes that the child left behind
         for task in (*tasks, ended):
             task.cancel()
         transport = getattr(process, "_transport", None)  # grandchildren may hold the pipes open
@@ -738,9 +738,9 @@ async def _stop(process: asyncio.subprocess.Process, tasks: Sequence[asyncio.Tas
 
 
 def _end(process: asyncio.subprocess.Process, at_once: bool) -> None:
-    """Tell a child's process group to end, or end it immediately.
+    """Send SIGTERM to a child's process group, or SIGKILL if ``at_once``.
 
-    Windows has no such signals: there the child is ended.
+    Windows has no such signals, so there only the child is killed.
     """
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "win32":

@@ -1,6 +1,6 @@
-"""Reads and checks the file of ``serve --mcp FILE``, which has the JSON form that MCP clients read.
+"""Reads and checks the file of ``serve --mcp FILE``, in the JSON form that MCP clients read.
 
-Open it to change what such a file may hold. Other clients use the same form, so that one file can serve all::
+Open it to change what such a file may contain. Other clients use the same form, so one file can serve all::
 
     {"mcpServers": {
         "time": {"command": "mcp-server-time", "args": ["--local-timezone", "UTC"]},
@@ -25,13 +25,13 @@ from llamapipe._messages import did_you_mean, quoted
 
 _MOST_BYTES = 2**20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# Of the headers of requests over HTTP.
+# The names and values of HTTP headers.
 HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
 VALUE = re.compile(r"[\x20-\x7e\x80-\xff]{0,8192}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _STDIO_KEYS = ("command", "args", "env", "cwd")
 _HTTP_KEYS = ("url", "headers")
-# Of other clients: what their users see, and what they approve.
+# Keys for other clients' user interfaces and approvals.
 _UNUSED_KEYS = frozenset(
     ("name", "description", "icon", "disabled", "autoApprove", "alwaysAllow", "trust", "timeout", "type")
 )
@@ -50,7 +50,7 @@ class StdioServer:
     cwd: str | None = None
 
     def __repr__(self) -> str:
-        return f"<StdioServer {self.label}: {self.command}>"  # arguments and variables may be secrets
+        return f"<StdioServer {self.label}: {self.command}>"  # without arguments and variables, which may be secrets
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class HttpServer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<HttpServer {self.label}>"  # the address may hold a secret, as headers do
+        return f"<HttpServer {self.label}>"  # without the address and headers, which may be secrets
 
 
 McpEntry = StdioServer | HttpServer
 
 
 def entries_of(path: Path) -> dict[str, McpEntry]:
-    """Return the servers of a file by label, without disabled ones.
+    """Return the servers of a file by label, without disabled servers.
 
     Raises OSError, ValueError.
     """
@@ -155,11 +155,11 @@ def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _expanded(text: str) -> str:
-    """Return a text with ``${NAME}`` and ``${NAME:-default}`` replaced by their values.
+    """Return a text in which environment variables replace ``${NAME}`` and ``${NAME:-default}``.
 
-    This way, secrets need not be in the file.
+    With these, the file need not contain secrets. Raises ValueError.
     """
-    text.encode()  # JSON may hold halves of characters
+    text.encode()  # raises, because JSON may have halves of characters
     if "\0" in text:
         raise ValueError("a text holds a NUL character")
 

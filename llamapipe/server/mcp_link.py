@@ -3,7 +3,7 @@
 Open it to change how a process that runs a model reaches the process that owns the servers. There is one set of servers
 for each ``llamapipe serve``, however many processes run models.
 
-Each question is a connection to a Unix socket in a folder that only this user may read, with one line of JSON in each
+Each question uses a connection to a Unix socket in a folder that only this user may read, with one line of JSON in each
 direction. If the asking process closes the connection or dies, the call is cancelled.
 """
 
@@ -26,7 +26,7 @@ _MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
-    """A question: for the labels, for the tools of a server, or for a call of a tool."""
+    """A question: for the labels of all servers, for a server's tools, or for a call of a tool."""
 
     label: str | None = None
     tool: str | None = None
@@ -34,7 +34,7 @@ class _Question(msgspec.Struct, omit_defaults=True):
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
-    """The result, or the error."""
+    """The answer to a question: the result, or the error."""
 
     labels: dict[str, str | None] | None = None
     tools: list[Tool] | None = None
@@ -81,7 +81,7 @@ class LinkedServers:
                 answer = msgspec.json.decode(await reader.readline(), type=_Answer)
             finally:
                 writer.close()
-        except (OSError, ValueError) as e:  # that process ends
+        except (OSError, ValueError) as e:  # the other process ends
             raise McpError(f"the MCP servers cannot be reached: {e}") from None
         if answer.message is not None:
             raise McpError(answer.message, answer.code)
@@ -90,8 +90,8 @@ class LinkedServers:
 
 @contextmanager
 def listening(servers: LocalServers) -> Iterator[Path]:
-    """Open the socket at which other processes of this user ask these servers. Raises OSError."""
-    with TemporaryDirectory(prefix="llamapipe-") as folder:  # its path is short, as that of a socket must be
+    """Answer other processes of this user at a socket within the context; yield its path. Raises OSError."""
+    with TemporaryDirectory(prefix="llamapipe-") as folder:  # a socket needs a short path
         path = Path(folder) / "mcp"
         serving = partial(_serve, servers)
         listener = servers.begin(asyncio.start_unix_server(serving, path, limit=_MOST_LINE)).result()

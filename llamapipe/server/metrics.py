@@ -25,12 +25,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-# Its name, labels and value.
+# A sample's name, labels and value.
 Sample = tuple[str, dict[str, str], float]
 
 
 class Family(NamedTuple):
-    """The samples of one metric, as values that JSON can carry."""
+    """The samples of one metric, as values that JSON can express."""
 
     name: str
     text: str
@@ -76,11 +76,11 @@ class Metrics:
             self._itl.observe(interval_s)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format; wait until the engine's current step has finished."""
+        """Return all metrics in Prometheus' text format. Waits until the engine's current step has finished."""
         return generate_latest(self._registry)
 
     def families(self) -> list[Family]:
-        """Return all metrics as values that JSON can carry."""
+        """Return all metrics as values that JSON can express."""
         return [
             Family(
                 family.name,
@@ -93,14 +93,14 @@ class Metrics:
 
 
 def rendered(families: Iterable[Family]) -> bytes:
-    """Return what ``Metrics.families`` returned, in Prometheus' text format."""
+    """Return metrics from ``Metrics.families`` in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     return generate_latest(registry)
 
 
 class _Undescribed(Collector):
-    """Its metrics are not collected when it is registered."""
+    """A collector whose metrics are not collected when it is registered."""
 
     def describe(self) -> Iterator[Metric]:
         return iter(())

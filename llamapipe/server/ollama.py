@@ -1,9 +1,9 @@
 """Ollama's API under ``/api``: chats, texts, embeddings, and information about models.
 
-Open it for what Ollama's clients send and read. Answers are streams of JSON lines by default; the last line has the
-counts and times. A model's name may end with ``:latest``. Options that tell Ollama how to load the model, such as
-``num_ctx``, have no effect. The header ``x-llamapipe-unused`` names them, and also what Ollama itself does not read:
-unknown options, and fields of other APIs.
+Open it to change what Ollama's clients send and read. Answers are streams of JSON lines by default; the last line has
+the counts and times. A model's name may end with ``:latest``. Options that tell Ollama how to load the model, such as
+``num_ctx``, have no effect. The header ``x-llamapipe-unused`` names these options. It also names fields that Ollama
+itself does not read: unknown options, and fields of other APIs.
 
 Answers are always read from the engine as a stream, and joined for a client that wants no stream.
 """
@@ -56,14 +56,14 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.page_routes import page
 from llamapipe.server.state import ServerState
 
-# Of Ollama's API as it is here: its clients ask for the version before they use newer fields.
+# The version of Ollama's API that this server offers. Clients ask for it before they use newer fields.
 _API_VERSION = "0.13.0"
 _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
 _NO_IMAGES = "this server makes no images"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 _MOST_KEPT_S = 1e8
-_YEARS_LOADED = 100  # until a model that stays loaded "expires"
+_YEARS_LOADED = 100  # until a model that stays loaded "expires" in ``/api/ps``
 _Format = Literal["", "json"] | dict[str, Any]
 _Think = bool | Literal["", "low", "medium", "high", "max"]
 _KeepAlive = int | float | str
@@ -82,14 +82,14 @@ else:
 
 
 class Options(_Table, Lenient, kw_only=True):
-    """The field ``options``: all options of the table, and Ollama's.
+    """The field ``options``: all options of the table, and Ollama's options.
 
     As in Ollama, numbers may have any type that can hold one, and are clamped to their range.
     """
 
     n: Annotated[int | None, Only(1, instead="an answer of this API is one")] = None
     num_predict: int | None = None
-    # How Ollama loads a model; some clients write these with a decimal point.
+    # Options for loading a model in Ollama; some clients write these numbers with a decimal point.
     num_ctx: Annotated[float | None, Unused()] = None
     num_batch: Annotated[float | None, Unused()] = None
     num_gpu: Annotated[float | None, Unused()] = None
@@ -99,7 +99,7 @@ class Options(_Table, Lenient, kw_only=True):
     use_mmap: Annotated[bool | None, Unused()] = None
     use_mlock: Annotated[bool | None, Unused()] = None
     draft_num_predict: Annotated[float | None, Unused()] = None
-    # Options that Ollama's clients still send, but its server no longer has.
+    # Options that Ollama's clients still send, although its server no longer has them.
     embedding_only: Annotated[bool | None, Unused(False)] = None
     f16_kv: Annotated[bool | None, Unused()] = None
     logits_all: Annotated[bool | None, Unused(False)] = None
@@ -111,7 +111,7 @@ class Options(_Table, Lenient, kw_only=True):
     rope_frequency_scale: Annotated[float | None, Unused()] = None
     tfs_z: Annotated[float | None, Unused(1.0, 1)] = None
     vocab_only: Annotated[bool | None, Unused(False)] = None
-    # Open WebUI's, which Ollama does not read either: `think` is its field.
+    # A field of Open WebUI, which Ollama does not read either: Ollama's field is `think`.
     reasoning_effort: Annotated[str | None, Unused()] = None
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
@@ -120,9 +120,9 @@ class Options(_Table, Lenient, kw_only=True):
         return self.params_with(state.settings.sampling or {}, tokenize, **more)
 
     def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
-        """Return the same as ``sampling``.
+        """Return the options as ``SamplingParams``, like ``sampling``.
 
-        ``defaults``: the operator's options. ``tokenize``: for the keys of ``logit_bias``.
+        ``defaults``: the operator's options. ``tokenize``: tokenizes the keys of ``logit_bias``.
         """
         values = {
             name: defaults.get(name, value)
@@ -149,7 +149,7 @@ class Options(_Table, Lenient, kw_only=True):
 
     @classmethod
     def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return numbers and texts in the types of the options; unknown options have no effect."""
+        """Return the options with numbers and texts converted to their types. Unknown options have no effect."""
         kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
         unread = _unread(fields, kinds)
         return {
@@ -186,7 +186,7 @@ _MODELFILES: WeakKeyDictionary[ServerState, Mapping[str, Modelfile]] = WeakKeyDi
 
 
 def read_modelfiles(state: ServerState) -> None:
-    """Read what Ollama's store says about the model of a server, before it serves."""
+    """Read the Modelfiles that Ollama's store has for a server's model. Call it before the server starts."""
     if state.has_engine:
         _MODELFILES[state] = modelfiles(state.engine.model.path)
 
@@ -224,12 +224,12 @@ def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
 
 
 def _modelfile_of(state: ServerState, name: str) -> Modelfile:
-    """Return the Modelfile of a name, or if it has none, the Modelfile of the name under which the model was loaded."""
+    """Return the Modelfile of a name; if it has none, that of the name with which the model was loaded."""
     return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
 
 
 class OllamaRequest(Lenient, kw_only=True):
-    """A request that accepts what Ollama accepts. Ollama ignores unknown fields."""
+    """The base of requests that accept what Ollama accepts: Ollama ignores unknown fields."""
 
     @classmethod
     def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -238,11 +238,11 @@ class OllamaRequest(Lenient, kw_only=True):
         return {name: value for name, value in fields.items() if name not in unread}, unread
 
 
-_LIKE_A_NAME = 0.8  # of difflib's ratio
+_LIKE_A_NAME = 0.8  # difflib's ratio
 
 
 def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the unknown names that are probably not misspelt. Misspelt names stay, and are refused."""
+    """Return the unknown names that resemble no known name. Others are probably misspelt, and are refused."""
     names = list(known)
     return [
         name
@@ -252,8 +252,8 @@ def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
     ]
 
 
-_MOST_OF_NAME = 64  # characters; comparing takes longer with more
-# Fields that an answer depends on, on the routes that have them.
+_MOST_OF_NAME = 64  # characters; to compare longer names takes too long
+# Fields on which the answer of a route depends, if the route has them.
 _OF_ROUTES = ("context", "images", "input", "messages", "prompt", "raw", "suffix", "system", "template")
 
 
@@ -269,7 +269,7 @@ class Generates(OllamaRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     truncate: bool | None = None
-    shift: Annotated[bool | None, Unused()] = None  # the operator sets it: --overflow
+    shift: Annotated[bool | None, Unused()] = None  # the operator sets it with --overflow
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """Return the options as ``SamplingParams``. Raises ApiError 400."""
@@ -305,7 +305,7 @@ class OllamaChatRequest(Generates, kw_only=True):
 
 
 class GenerateRequest(Generates, kw_only=True):
-    """``POST /api/generate``: answers a prompt as a message; with ``raw`` or ``suffix``, continues it as text."""
+    """``POST /api/generate``: answers a prompt as a message, or with ``raw`` or ``suffix`` continues its text."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -333,7 +333,7 @@ class EmbedRequest(OllamaRequest, kw_only=True):
 
 
 class OldEmbedRequest(OllamaRequest, kw_only=True):
-    """``POST /api/embeddings``, the older form: one text."""
+    """``POST /api/embeddings``: the older form, for one text."""
 
     model: str
     prompt: str = ""
@@ -366,7 +366,7 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
 
 
 def kept_s(keep_alive: object) -> float | None:
-    """Return the seconds of ``keep_alive``, None for forever. Raises ApiError 400."""
+    """Return the seconds of ``keep_alive``; None: forever. Raises ApiError 400."""
     if isinstance(keep_alive, bool) or not isinstance(keep_alive, int | float | str):
         raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
     if isinstance(keep_alive, str):
@@ -380,12 +380,12 @@ def kept_s(keep_alive: object) -> float | None:
 
 # ---- names
 def is_named(name: str, *known: str) -> bool:
-    """Return whether a name is one of these; ``:latest`` may be left out."""
+    """Return whether a name is one of the known names, with or without ``:latest``."""
     return name.removesuffix(_LATEST) in [other.removesuffix(_LATEST) for other in known]
 
 
 def full_name(name: str) -> str:
-    """Return a name with a tag, as in Ollama's lists."""
+    """Return a name with its tag, ``:latest`` by default, as in Ollama's lists."""
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
 
 
@@ -466,7 +466,7 @@ async def _answered(
     job: Job[Part],
     with_context: bool = False,
 ) -> Response:
-    """Return the answer as a stream or in one piece, as the client wants."""
+    """Return the answer as a stream or in one piece, as the client asks."""
     encoder = OllamaEncoder(
         request.model,
         isinstance(request, OllamaChatRequest),
@@ -502,11 +502,11 @@ async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:
 def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the engine's form. Raises ApiError 400.
 
-    Messages of this API name only the tool of a result, and calls may have no id, but some templates need both.
+    In this API, a result may name only its tool, and a call may have no id. Some templates need the name and the id.
     """
     converted: list[dict[str, Any]] = []
     waiting: dict[str, str] = {}  # the names of the calls without a result, by id
-    by_name: defaultdict[str, dict[str, None]] = defaultdict(dict)  # the ids, by name
+    by_name: defaultdict[str, dict[str, None]] = defaultdict(dict)  # the ids of these calls, by name
     for i, message in enumerate(messages):
         fields = {
             key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")
@@ -543,7 +543,7 @@ def engine_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
-    """Return a text preceded by images, which this API sends in base64. Raises ApiError 400."""
+    """Return the parts of a message: images, which this API sends in base64, then the text. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ApiError(400, f"{place} must be a list of base64 texts", place)
     urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
@@ -558,7 +558,7 @@ def _with_id(call: Any, new_id: str) -> Any:
     if not isinstance(call, dict):
         return call  # the engine refuses it
     function = call.get("function")
-    if isinstance(function, dict):  # the place among the calls of the answer is not part of a call
+    if isinstance(function, dict):  # the index among the answer's calls is not part of a call
         call = {**call, "function": {key: value for key, value in function.items() if key != "index"}}
     return {**call, "id": call.get("id") or new_id}
 
@@ -570,7 +570,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _loaded(exchange: Exchange, request: OllamaChatRequest | GenerateRequest) -> Response:
-    """Answer a request without a prompt, which loads or unloads the model in Ollama; here it stays loaded."""
+    """Answer a request without a prompt, which loads or unloads the model in Ollama. Here, the model stays loaded."""
     part = empty_part(request.model, isinstance(request, OllamaChatRequest))
     unloads = request.keep_alive in (0, "0", "0s")
     return JsonResponse({**part, "done": True, "done_reason": "unload" if unloads else "load"})
@@ -666,7 +666,7 @@ async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Respon
 
 # ---- about the server and its models
 async def root(exchange: Exchange) -> Response:
-    """``GET /``: returns the text by which clients recognize the server, or for browsers its page, if it has one."""
+    """``GET /``: returns the text by which clients recognize Ollama, or for browsers the server's page, if any."""
     if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
         return await page(exchange)
     return PlainTextResponse("Ollama is running")
@@ -732,13 +732,13 @@ def _entry(name: str, owner: Engine | Embedder, kind: str, digest: str = "") -> 
 def _modified(model: Model) -> str:
     try:
         seconds = model.path.stat().st_mtime_ns / 1e9
-    except OSError:  # it was deleted after the start
+    except OSError:  # the file was deleted after the start
         seconds = 0.0
     return date_of(datetime.fromtimestamp(seconds, timezone.utc))
 
 
 def _digest(model: Model) -> str:
-    """Return a digest of what distinguishes the file from others, because hashing gigabytes would take long."""
+    """Return a digest of data that identifies the file, because to hash gigabytes would take long."""
     try:
         return hashlib.sha256(model.fingerprint).hexdigest()
     except OSError:
@@ -761,7 +761,7 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _capabilities(model: Model, kind: str) -> list[str]:
-    """Return the model's capabilities here. Clients show no other choices."""
+    """Return the capabilities that the model has on this server. Clients offer only these."""
     names = [kind]
     if kind == "embedding":
         return names
@@ -772,13 +772,13 @@ def _capabilities(model: Model, kind: str) -> list[str]:
     names += ["vision"] * model.supports_images + ["audio"] * model.supports_audio
     try:
         form = model.chat_prompts.chat_format()
-    except (InvalidRequestError, ImportError):  # a broken template: the server told so when it started
+    except (InvalidRequestError, ImportError):  # a broken template, which the server reported at its start
         return names
     return names + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
 
 
 def parameter_size(n: int) -> str:
-    """Return a number of parameters as Ollama writes it."""
+    """Return a number of parameters in Ollama's form."""
     for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
         if n >= size:
             return f"{n / size:.{digits}f}{unit}"
@@ -786,7 +786,7 @@ def parameter_size(n: int) -> str:
 
 
 async def show(exchange: Exchange, request: ShowRequest) -> Response:
-    """``POST /api/show``: returns what the file says about a model."""
+    """``POST /api/show``: returns the description of a model, from its file."""
     state = exchange.server
     name = request.model or request.name
     if not name:
@@ -804,7 +804,7 @@ async def show(exchange: Exchange, request: ShowRequest) -> Response:
 def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
     """Return an answer of ``/api/show`` with the context length that a request may use here.
 
-    The file has the context length of the training, and clients fill the context that they read.
+    The file has the context length of the training, but clients fill the context of the answer.
     """
     key = f"{shown['details']['family']}.context_length"
     return {
@@ -815,7 +815,7 @@ def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
 
 
 def shown_model(model: Model, kind: str, modelfile: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
-    """Return the answer of ``/api/show``, with the file's numbers. ``kind``: completion or embedding."""
+    """Return the answer of ``/api/show``, with the numbers of the file. ``kind``: "completion" or "embedding"."""
     set_here = "".join(f"PARAMETER {text}\n" for text in modelfile.parameters.splitlines())
     system = f"SYSTEM {json.dumps(modelfile.system)}\n" if modelfile.system else ""
     return {
@@ -835,7 +835,7 @@ _NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "gen
 
 
 def _model_info(model: Model) -> dict[str, Any]:
-    """Return the file's metadata, with numbers as numbers."""
+    """Return the file's metadata, with numbers instead of their texts."""
     family = model.metadata.get("general.architecture", "")
     info: dict[str, Any] = {}
     for key, text in model.metadata.items():
@@ -853,7 +853,7 @@ def _value(text: str) -> Any:
     return value if is_plain and value == value else text
 
 
-# Names of ``general.file_type``, the numbers of llama.h.
+# Names for the values of ``general.file_type``, which are numbers of llama.h.
 QUANTIZATIONS = {
     "0": "F32", "1": "F16", "2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "8": "Q5_0", "9": "Q5_1", "10": "Q2_K",
     "11": "Q3_K_S", "12": "Q3_K_M", "13": "Q3_K_L", "14": "Q4_K_S", "15": "Q4_K_M", "16": "Q5_K_S", "17": "Q5_K_M",

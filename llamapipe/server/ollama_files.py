@@ -30,7 +30,7 @@ from llamapipe.server.json_bytes import line
 from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
 from llamapipe.server.state import ServerState
 
-_MOST_PULLS = 2  # at once
+_MOST_PULLS = 2  # downloads at once
 _MOST_COPIES = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]{0,255}")
 
@@ -41,7 +41,7 @@ class PullRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     name: str | None = None
     stream: bool | None = None
-    insecure: Annotated[bool | None, Unused(False)] = None  # some clients always allow it
+    insecure: Annotated[bool | None, Unused(False)] = None  # some clients always send true
     username: Annotated[str | None, Only("")] = None
     password: Annotated[str | None, Only("")] = None
 
@@ -73,7 +73,7 @@ def _is_served(state: ServerState, name: str) -> bool:
 
 
 def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
-    """Raise ApiError 403 unless the operator allows it."""
+    """Raise ApiError 403 unless the operator allows the request with ``option``."""
     if not is_allowed:
         raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
     gate: Gate = exchange.server
@@ -114,9 +114,7 @@ async def answered(
 ) -> Response:
     """Download a model, report progress, and call ``then`` with its file.
 
-    ``name``: the name on the Hub; None if the model is already here.
-
-    Raises ApiError.
+    ``name``: the name on the Hub; None if the model is already here. Raises ApiError.
     """
     gate: Gate = exchange.server
     if name is None:
@@ -138,7 +136,7 @@ _SUCCESS = {"status": "success"}
 
 
 class _UnwantedError(Exception):
-    """Nobody is waiting for the download any more."""
+    """No client waits for the download any more."""
 
 
 class _Pull:
@@ -154,7 +152,7 @@ class _Pull:
         self._reference = reference
         self._then = then
         self._stopped = threading.Event()
-        self._files: dict[str, tuple[int, int]] = {}  # bytes of each, and how many of them are here
+        self._files: dict[str, tuple[int, int]] = {}  # bytes of each file in total, and on this machine
         self._told: dict[str, tuple[int, int]] = {}
 
     def __repr__(self) -> str:

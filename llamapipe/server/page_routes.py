@@ -15,7 +15,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-# The last line turns off innerHTML and the like in browsers that know it: what a model writes is never parsed as HTML.
+# The last line disables innerHTML and the like in browsers that support it: a model's text is never parsed as HTML.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -1,7 +1,7 @@
 """Runs a server with uvicorn, for ``llamapipe serve`` or from Python in another thread.
 
-SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests have
-been answered. A second signal cancels them.
+SIGTERM and Ctrl-C drain the server: it closes its port and idle connections, and ends when the running requests are
+answered. A second signal cancels these requests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llamapipe.server.settings import ServerSettings
 from llamapipe.structured.compile import prepare_vocabulary
 
 BACKLOG = 2048  # connections that the system holds until they are accepted
-_ACCEPT_AT_ONCE = 64  # connections that are accepted before the first of them is looked at
+_ACCEPT_AT_ONCE = 64  # connections that are accepted before any is read
 
 
 class HttpServer(uvicorn.Server):
-    """One application behind uvicorn. It reports a signal to the application immediately, not after the last answer.
+    """Serves one application with uvicorn. Reports a signal to the application immediately, not after the last answer.
 
     ``bound_to``: the address that it listens on. ``headers``: sent with every answer. ``state``: the gate that all
     requests pass.
@@ -56,25 +56,25 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             backlog=_ACCEPT_AT_ONCE,
             timeout_keep_alive=75,
-            ws="none",  # there is no such route, and a connection must not change its protocol
+            ws="none",  # no route has WebSockets, and a connection must not change its protocol
         )
         super().__init__(config)
         logging.getLogger("uvicorn.error").addFilter(_until_exit)
 
     def run_program(self, sockets: Sequence[socket.socket] = ()) -> None:
-        """Serve until SIGTERM or Ctrl-C, as the whole program. Call it in the main thread."""
+        """Serve until SIGTERM or Ctrl-C. Call it in the main thread of a program that does nothing else."""
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self.run(sockets=list(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, with a long backlog: connections that wait there need no descriptor yet."""
+        """Start, with a long backlog, in which waiting connections need no descriptor."""
         await super().startup(sockets=sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)
         self.state.start_background()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer the running requests, then close what they used."""
+        """Answer the running requests, then close the resources that they used."""
         self.state.stop_tools()
         await self.state.stop_background()
         await super().shutdown(sockets=sockets)
@@ -96,11 +96,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol: asyncio sets TCP_NODELAY only on sockets that name it. Without it, the second part of an answer
-    # waits up to 40 ms for the client's acknowledgement of the first.
+    # The socket names its protocol, because asyncio sets TCP_NODELAY only on such sockets. Without TCP_NODELAY, the
+    # second part of an answer waits up to 40 ms for the client's acknowledgement of the first.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        if os.name == "posix":  # elsewhere it would let other programs take the port
+        if os.name == "posix":  # elsewhere, the option would let other programs take the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(BACKLOG)
@@ -120,7 +120,7 @@ def host_of(sock: socket.socket) -> str:
 def _until_exit(record: logging.LogRecord) -> bool:
     """Return False for log records about requests that were cut off by the end of the server or the interpreter.
 
-    uvicorn wrongly logs them as errors of the application.
+    uvicorn would log these requests as errors of the application.
     """
     is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not is_cut and not is_exiting()
@@ -161,7 +161,7 @@ class serve:  # noqa: N801  (used like a function: ``with serve(engine) as serve
         embedder: Embedder | None = None,
     ) -> None:
         application = app(engine, settings, embedder)
-        if engine is not None:  # here, not while the first request with a schema holds up the others
+        if engine is not None:  # now, because it would hold up the first request with a schema
             prepare_vocabulary(engine.model.vocab)
         try:
             self._socket = bound_socket(host, port)

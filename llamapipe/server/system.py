@@ -49,7 +49,7 @@ async def reset_prefix_cache(exchange: Exchange) -> Response:
 
 
 def refuse_resets(exchange: Exchange) -> None:
-    """Raise ApiError 400 for other things that vLLM can reset."""
+    """Raise ApiError 400 if a request asks for other resets that vLLM offers."""
     for name in ("reset_running_requests", "reset_external"):
         if exchange.query_params.get(name, "false").lower() not in ("false", "0", ""):
             raise ApiError(400, f"{name} is set; leave it out: running requests keep what they use", name)
@@ -68,7 +68,7 @@ async def metrics(exchange: Exchange) -> Response:
 
 
 async def requests(exchange: Exchange) -> Response:
-    """``GET /requests``: where the time of the client's most recent requests to all workers went, the newest first."""
+    """``GET /requests``: how the client's most recent requests to all workers spent their time, the newest first."""
     state = exchange.server
     if state.worker is None or state.is_behind_front:
         entries = state.recent.entries()
@@ -150,7 +150,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "max_input_tokens": owner.n_ctx,
         "supports_images": reads["image"],
         "supports_audio": reads["audio"],
-        # Of llama-server.
+        # A field of llama-server.
         "architecture": {
             "input_modalities": [kind for kind, is_read in reads.items() if is_read],
             "output_modalities": ["text"],

@@ -2,8 +2,8 @@
 
 The sound becomes a message of a conversation that asks for its text, so any model that takes sounds can answer.
 
-The form is parsed here because Starlette's parser needs another package and writes large parts to disk. Here the body
-is already in memory, within its limits, and the front process of several models reads the same bytes.
+The form is parsed here because Starlette's parser needs another package and writes large parts to disk. The body is
+already in memory, within its limits, and the front process of several models reads the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 
 _MOST_PARTS = 64
-_MOST_TYPE = 300  # characters of the content-type
+_MOST_TYPE = 300  # characters of a content type
 _MOST_HEAD = 8192  # bytes of a part's headers
 _BOUNDARY = re.compile(
     r"""multipart/form-data\s*;(?:[^"]*;)?\s*boundary="""
@@ -93,7 +93,7 @@ def form_model(content_type: str, body: bytes) -> str | None:
 async def form_of(
     exchange: Exchange, known: Sequence[str], without_effect: Sequence[str] = ()
 ) -> dict[str, _Part]:
-    """Return the known fields of the form in the body, which is released. Raises ApiError 400 for others."""
+    """Return the known fields of the form in the body, and release the body. Raises ApiError 400 for other fields."""
     raw, exchange.raw = exchange.raw, b""
     parts = await asyncio.to_thread(form_parts, exchange.headers.get("content-type", ""), raw)
     del raw
@@ -130,7 +130,7 @@ def _number(fields: dict[str, bytes], name: str, kind: type[int] | type[float]) 
 
 
 async def transcriptions(exchange: Exchange) -> Response:
-    """Answer with the text of a sound."""
+    """Return the text of a sound."""
     state = exchange.server
     fields = {name: part.value for name, part in (await form_of(exchange, FIELDS, _WITHOUT_EFFECT)).items()}
     model = state.check_model(_text(fields, "model", "", 1000) or None)

@@ -19,14 +19,14 @@ _STOP_REASONS = {
 
 
 class AnthropicEncoder(Encoder[ChatDelta]):
-    """The answer to one request, complete or streamed. A stream has content blocks, one of which is open at a time."""
+    """Encodes the answer to one request, complete or streamed. A stream has content blocks, one open at a time."""
 
     def __init__(self, call_id: str, model: str, times: RequestTimes) -> None:
         self._id = call_id
         self._model = model
         self._times = times
         self._index = -1
-        self._open: object = None  # "text", "thinking", or the index of a tool call
+        self._open: object = None  # the open block: "text", "thinking", or the index of a tool call
 
     def __repr__(self) -> str:
         return f"<AnthropicEncoder {self._id} open={self._open!r}>"
@@ -54,7 +54,7 @@ class AnthropicEncoder(Encoder[ChatDelta]):
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the message without content."""
+        """Return the event that begins the message, without content."""
         return _named("message_start", message=self._message([], counts._replace(n_completion=0)))
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
@@ -91,7 +91,7 @@ class AnthropicEncoder(Encoder[ChatDelta]):
         return _named("content_block_delta", index=self._index, delta=delta)
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the end of the stream, with llama-server's ``timings``."""
+        """Return the event that ends the stream, with llama-server's ``timings``."""
         return _named("message_stop", timings=self._times.timings(counts.n_prompt, counts.n_completion))
 
 

@@ -23,9 +23,9 @@ _BEGIN = (
 
 
 class ChatEncoder(OpenAiEncoder[ChatDelta]):
-    """The answer to one request, complete or streamed.
+    """Encodes the answer to one request, complete or streamed.
 
-    ``tools``: how the client knows the tools that the model calls. ``with_reasoning``: the answer includes the
+    ``tools``: the tools of the request, with the client's names. ``with_reasoning``: the answer includes the
     reasoning.
     """
 
@@ -46,7 +46,7 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
         self.prompt_at: PromptAt = "begin" if form.token_ids else None
         self._tools = tools
         self._with_reasoning = with_reasoning
-        # Of each choice, the call of a custom tool that is not complete: its index, id, name and arguments.
+        # For each choice, the incomplete call of a custom tool: its index, id, name and pieces of arguments.
         self._held: dict[int, tuple[int, str, str, list[str]]] = {}
 
     # ---- complete
@@ -80,7 +80,7 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
         return None if entries is None else chat_logprobs(entries, self._vocab, self._form.tokens_as_ids)
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a call in the form that the client defined the tool in."""
+        """Return a call in the form in which the client defined the tool."""
         function = call["function"]
         if not self._tools.known(function["name"]).is_custom:
             return call
@@ -130,9 +130,9 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
         return encode_json(fields)
 
     def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
-        """Return the parts of calls.
+        """Return the parts of the calls in ``part``.
 
-        The input of a custom tool is text in a JSON string, which is sent when it is complete.
+        The model writes the input of a custom tool as a JSON string, so it is sent when it is complete.
         """
         parts: list[dict[str, Any]] = []
         for piece in part.tool_calls:
@@ -156,7 +156,7 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
 
 
 def _custom_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call of a custom tool. The next turn names the tool as the model does: the API has no namespaces."""
+    """Return a call of a custom tool, with the model's name of the tool, because this API has no namespaces."""
     return {"id": call_id, "type": "custom", "custom": {"name": name, "input": custom_input(arguments)}}
 
 

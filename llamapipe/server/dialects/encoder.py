@@ -14,8 +14,8 @@ PromptAt = Literal["begin", "end"] | None
 class Counts(NamedTuple):
     """The token counts so far, over all prompts and choices.
 
-    ``n_prompt``: including the ``n_cached`` tokens. ``n_drafted``, ``n_accepted``: drafted tokens that were computed,
-    and that were accepted.
+    ``n_prompt``: tokens of the prompts, including the ``n_cached`` tokens. ``n_drafted``, ``n_accepted``: drafted
+    tokens that were computed, and those that were accepted.
     """
 
     n_prompt: int
@@ -26,21 +26,21 @@ class Counts(NamedTuple):
 
 
 class Encoder(Protocol[Part_contra]):
-    """Writes one streamed answer. Each method returns the bytes to send, or none if there is nothing to send.
+    """Encodes one streamed answer. Each method returns the bytes to send, which may be empty.
 
-    ``prompt_at``: when the encoder gets the prompt's tokens, if at all.
+    ``prompt_at``: the method that gets the prompt's tokens, if any.
     """
 
     prompt_at: PromptAt = None
 
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Begin choice ``index``, which has its first token: write its role, unless its parts do."""
+        """Begin choice ``index``, when its first token arrives: return its role, if no part has the role."""
         return b""
 
     def part(self, index: int, part: Part_contra, counts: Counts) -> bytes:
-        """Write a part of a choice: text, reasoning, calls, log-probabilities; the last has a finish reason."""
+        """Encode a part of a choice: text, reasoning, calls, log-probabilities. The last part has a finish reason."""
         raise NotImplementedError
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """End the stream: all choices are complete."""
+        """End the stream, after all choices are complete."""
         return b""

@@ -17,15 +17,15 @@ from llamapipe.server.dialects.openai_stream import Computing, Progress, progres
 from llamapipe.server.json_bytes import encode_json, event
 from llamapipe.streams import PromptProgress
 
-CUT: FinishReason = "cancelled"  # of a text that one of this API's limits ended
+CUT: FinishReason = "cancelled"  # for a text that one of this API's limits ended
 
 
 class Form(NamedTuple):
-    """Options of an answer, as the request gives them.
+    """Options of an answer, from the request.
 
-    ``is_stream``: the answer is written as events. ``with_tokens``: an answer that is not streamed has the tokens.
-    ``wanted``: paths of the fields in the last object; empty for all. ``is_cut``: the prompt was cut. ``is_empty``: the
-    request asks for no tokens.
+    ``is_stream``: the answer is a stream of events. ``with_tokens``: an answer that is not streamed has the token ids.
+    ``wanted``: paths of the fields in the last object; empty for all fields. ``is_cut``: the prompt was cut.
+    ``is_empty``: the request asks for no tokens.
     """
 
     is_stream: bool = False
@@ -46,7 +46,7 @@ class Running(Computing, Protocol):
 
 
 class LlamaServerEncoder(Encoder[Delta]):
-    """The answer to one request. ``prompts``, ``texts``: of each choice; a text is read when its choice ends."""
+    """Encodes the answer to one request. ``prompts``, ``texts``: each choice's prompt, as tokens and as text."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class LlamaServerEncoder(Encoder[Delta]):
         return b""
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """Return the event for a part, and at the end of a choice its last event, which has everything but the text."""
+        """Return the event for a part. After the last part of a choice, add an event with all fields but the text."""
         choice, form = self._choices[index], self._form
         if form.is_empty:
             part = part._replace(logprobs=None)
@@ -102,7 +102,7 @@ class LlamaServerEncoder(Encoder[Delta]):
         return events + event(self._last(index)) if part.finish_reason is not None else events
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the answer if it is not streamed: an object, or a list of objects for several prompts or choices."""
+        """Return an answer that is not streamed: an object, or a list of objects for several prompts or choices."""
         if self._form.is_stream:
             return b""
         answers = [self._last(index) for index in range(len(self._choices))]
@@ -177,7 +177,7 @@ class _Choice:
         self.logprobs: list[TokenLogprob] = []
         self.stop_type = "none"
         self.stopping_word = ""
-        self.is_full = False  # the context
+        self.is_full = False  # whether the context is full
         self.n_cached = 0
         self.began_at = began_at
         self.first_at = self.prompt_s = self.queue_s = 0.0
@@ -201,7 +201,7 @@ class _Choice:
 
 
 def generation_settings(params: SamplingParams) -> dict[str, Any]:
-    """Return the options under llama-server's names, as in its answers."""
+    """Return the sampling options under llama-server's names, as in its answers."""
     settings: dict[str, Any] = {
         option.name: getattr(params, option.name)
         for option in OPTIONS
@@ -222,7 +222,7 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[str, Any]]:
-    """Return ``completion_probabilities``, which are like OpenAI's ``logprobs`` of chats, with ids."""
+    """Return ``completion_probabilities``, which are like the ``logprobs`` of OpenAI's chats, with token ids."""
     entries = list(entries)
     records: list[dict[str, Any]] = chat_logprobs(entries, vocab)["content"]
     for entry, record in zip(entries, records, strict=True):
@@ -233,7 +233,7 @@ def _probabilities(entries: Iterable[TokenLogprob], vocab: Vocab) -> list[dict[s
 
 
 def _at_paths(value: dict[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """Return the values at these paths, by path, like llama-server's ``response_fields``.
+    """Return the values at these paths, by path, for ``response_fields``.
 
     Paths that do not exist are left out.
     """

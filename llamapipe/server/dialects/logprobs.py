@@ -11,9 +11,9 @@ from llamapipe.text.stream import TextOffsets
 
 
 def token_text(piece: bytes) -> str:
-    """Return a token's text.
+    """Return the text of a token with these bytes.
 
-    Bytes that are not complete characters are written in hexadecimal, so that texts are unique.
+    Bytes that are not complete characters are written in hexadecimal, so that different tokens have different texts.
     """
     try:
         return piece.decode()
@@ -22,7 +22,7 @@ def token_text(piece: bytes) -> str:
 
 
 class CompletionLogprobs:
-    """The ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts through the text of one choice.
+    """Encodes the ``logprobs`` of ``/v1/completions``, whose ``text_offset`` counts characters of one choice's text.
 
     A token's offset is the index of the character that holds its first byte. ``as_ids``: tokens are
     written as ``token_id:5``.
@@ -37,7 +37,7 @@ class CompletionLogprobs:
         return f"CompletionLogprobs({self._offsets})"
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """Return the next tokens of the choice. ``first``: a preceding token that has no log-probability."""
+        """Return the ``logprobs`` of the choice's next tokens. ``first``: a token before them that has none."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -83,9 +83,9 @@ def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = 
 def prompt_logprobs(
     tokens: Sequence[int], entries: Sequence[TokenLogprob], vocab: Vocab
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: for each prompt token, the most probable tokens and itself, by id.
+    """Return vLLM's ``prompt_logprobs``: for each prompt token, its entry and those of the most probable tokens, by id.
 
-    The first token has none. ``rank`` is None for a token that is not among the most probable ones.
+    The first token has None. ``rank`` is None for a token that is not among the most probable tokens.
     """
     scores: list[dict[str, Any] | None] = [None] * (len(tokens) - len(entries))
     for entry in entries:
@@ -105,10 +105,10 @@ def prompt_logprobs(
 
 
 def id_text(token: int) -> str:
-    """Write a token as vLLM does when the client asks for ids."""
+    """Return a token's text in vLLM's form for clients that ask for ids."""
     return f"token_id:{token}"
 
 
 def _finite(logprob: float) -> float:
-    """Replace infinity, which JSON does not have, with the lowest value of OpenAI's API."""
+    """Return the log-probability, or the lowest value of OpenAI's API for infinity, which JSON cannot express."""
     return max(logprob, -9999.0)

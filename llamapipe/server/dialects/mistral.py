@@ -1,4 +1,4 @@
-"""Answers of ``/v1/fim/completions``, in Mistral's format, which is the same as for its chats."""
+"""Answers of ``/v1/fim/completions``, in the format of Mistral's chats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamapipe.server.json_bytes import encode_json
 
 
 class FimEncoder(Encoder[Delta]):
-    """The answer to one request, complete or streamed. The first event with text carries the role."""
+    """Encodes the answer to one request, complete or streamed. The first event with text has the role."""
 
     def __init__(self, call_id: str, model: str, created: int) -> None:
         self._common = {"id": call_id, "object": "chat.completion", "created": created, "model": model}
@@ -29,7 +29,7 @@ class FimEncoder(Encoder[Delta]):
         return {**self._common, "choices": [choice], "usage": usage(counts)}
 
     def part(self, index: int, part: Delta, counts: Counts) -> bytes:
-        """Return the event for a part; the last event carries the usage."""
+        """Return the event for a part. The last event has the usage."""
         if part.finish_reason is not None:
             self._writer.set_usage(usage(counts))
         elif not part.text:

@@ -16,11 +16,11 @@ from llamapipe.server.json_bytes import encode_json, line
 
 
 class OllamaEncoder(Encoder[Any]):
-    """The answer to one request: a line for each part, or with ``is_whole`` a single object at the end.
+    """Encodes the answer to one request: a line for each part, or with ``is_whole`` a single object at the end.
 
     ``is_chat``: for ``/api/chat``, otherwise for ``/api/generate``. ``is_empty``: the request asks for no tokens.
-    ``with_context``: the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: how long
-    the request waited for its model.
+    ``with_context``: the answer ends with the tokens so far, from which a client can continue. ``loaded_ns``: the
+    nanoseconds that the request waited for its model.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OllamaEncoder(Encoder[Any]):
         self._calls = _Calls()
         self._token_ids: list[int] = []
         self._done_reason = "stop"
-        # Of an answer that is one object.
+        # The parts of an answer that is one object.
         self._contents: list[str] = []
         self._thinking: list[str] = []
         self._all_calls: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ class OllamaEncoder(Encoder[Any]):
         return f"<OllamaEncoder {self._model} n_tokens={len(self._token_ids)}>"
 
     def part(self, index: int, part: ChatDelta | Delta, counts: Counts) -> bytes:
-        """Return the line for a part; none if the part has no text or is incomplete."""
+        """Return the line for a part; nothing if the part has no text or is incomplete."""
         if isinstance(part, Delta):
             part = ChatDelta(part.text, "", (), part.token_ids, part.logprobs, part.finish_reason)
         self._token_ids += part.token_ids
@@ -76,7 +76,7 @@ class OllamaEncoder(Encoder[Any]):
         return b""
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the last line, with the counts; or the whole answer."""
+        """Return the last line, with the counts, or the whole answer with ``is_whole``."""
         texts = "".join(self._contents), "".join(self._thinking)
         fields = self._object(*texts, self._all_calls, self._logprobs)
         fields |= {"done": True, "done_reason": self._done_reason}
@@ -96,7 +96,7 @@ class OllamaEncoder(Encoder[Any]):
         return encode_json(fields) if self._is_whole else line(fields)
 
     def ping(self) -> bytes:
-        """Return a line without text, to which clients add nothing."""
+        """Return a line without text, which does not change the client's text."""
         return line(self._object())
 
     def _object(
@@ -148,21 +148,21 @@ class _Calls:
 
 
 def empty_part(model: str, is_chat: bool) -> dict[str, Any]:
-    """Return a part of an answer without text, to which clients add nothing."""
+    """Return a part of an answer without text, which does not change the client's text."""
     empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     return {"model": model, "created_at": now(), **empty, "done": False}
 
 
 def now() -> str:
-    """Return the current time as this API writes it."""
+    """Return the current time in this API's format."""
     return date_of(datetime.now(timezone.utc))
 
 
 def date_of(moment: datetime) -> str:
-    """Return a time as this API writes it."""
+    """Return a time in this API's format."""
     return moment.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return nanoseconds, at least one, because clients divide by them."""
+    """Return the nanoseconds of a duration, at least one, because clients divide by them."""
     return max(round(seconds * 1e9), 1)

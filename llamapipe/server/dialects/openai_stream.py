@@ -1,4 +1,4 @@
-"""The shared part of the encoders of OpenAI's two older APIs: the chunks of a stream, usage, progress."""
+"""The shared part of the encoders of OpenAI's completions and chat APIs: the chunks of a stream, usage, progress."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PAD_TO = 32  # characters; padding extends an event's text to the next multiple
 
 
 class Format(NamedTuple):
-    """The parts of an answer that a request wants in addition to text.
+    """The parts of an answer that a request asks for in addition to text.
 
     ``with_usage``: the stream ends with the usage. ``continuous_usage``: each event has the usage. ``padded``: see
     ``ChunkWriter``. ``token_ids``: the answer has the token ids, including the prompt's. ``tokens_as_ids``:
-    log-probabilities name tokens by id. ``timings_per_token``: each event has the timings. ``predicted``: the request
-    predicts its text, and the usage reports how well. ``with_progress``: events report how much of the prompt is
-    computed.
+    log-probabilities name tokens by id. ``timings_per_token``: each event has the timings so far. ``predicted``: the
+    request has a prediction of the text, and the usage counts accepted and rejected tokens. ``with_progress``: events
+    report how much of the prompt is computed.
     """
 
     with_usage: bool = False
@@ -42,9 +42,9 @@ class Format(NamedTuple):
 
 @cache
 def system_fingerprint() -> str:
-    """Return the versions that compute answers: llama.cpp's release or commit, and llamapipe's version.
+    """Return the versions of the software: llama.cpp's release or commit, and llamapipe's version.
 
-    Under another fingerprint, the same seed may give a different answer.
+    With another fingerprint, the same seed may give a different answer.
     """
     return f"{build_info().get('llama_cpp_commit', 'unknown')[:9]}-llamapipe-{llamapipe.__version__}"
 
@@ -63,8 +63,8 @@ def common_fields(call_id: str, kind: str, created: int, model: str) -> dict[str
 class ChunkWriter:
     """Writes the events of one stream of OpenAI's API.
 
-    ``common``: the fields that are the same in each event, which are encoded once. ``with_usage``: each event has a
-    ``usage``, null in all but the last. ``padded``: a field ``obfuscation`` hides the length of texts.
+    ``common``: the fields that are the same in each event; they are encoded once. ``with_usage``: each event has a
+    ``usage``, which is null except in the last. ``padded``: a field ``obfuscation`` hides the length of texts.
     """
 
     def __init__(self, common: Mapping[str, Any], with_usage: bool = False, padded: bool = False) -> None:
@@ -106,7 +106,7 @@ class ChunkWriter:
 
 
 def progress_fields(progress: PromptProgress) -> dict[str, int]:
-    """Return llama-server's ``prompt_progress``: tokens, and milliseconds since the prompt began."""
+    """Return llama-server's ``prompt_progress``: counts of tokens, and milliseconds since the prompt began."""
     return {
         "total": progress.n_prompt_tokens,
         "cache": progress.n_cached_tokens,
@@ -124,7 +124,7 @@ class Computing(Protocol):
 
 
 class Progress:
-    """Reports how much of the prompts of a stream's choices is computed.
+    """Reports how much of each choice's prompt is computed.
 
     ``write``: returns the event for a choice, given by its index. ``running``: the streams, each None until it is
     submitted; empty if the client wants no progress.
@@ -135,7 +135,7 @@ class Progress:
     ) -> None:
         self._write = write
         self._running = running
-        self._told: dict[int, int] = {}  # tokens, by the index of the choice
+        self._told: dict[int, int] = {}  # reported tokens, by the index of the choice
 
     def __repr__(self) -> str:
         return f"<Progress {self._told}>"
@@ -158,7 +158,7 @@ class Progress:
         return events
 
     def last(self, index: int) -> bytes:
-        """Return the event for a choice whose whole prompt is computed."""
+        """Return the last event of a choice, whose prompt is computed."""
         stream = self._running[index] if self._running else None
         progress = None if stream is None else stream.prompt_progress
         if progress is None:
@@ -198,7 +198,7 @@ class OpenAiEncoder(Encoder[Part_contra]):
         return f"<{type(self).__name__} {self._common['id']}>"
 
     def news(self) -> bytes:
-        """Return the progress of the prompts, if the client wants it and it has changed."""
+        """Return events for the progress of the prompts, if the client wants them and the progress has changed."""
         return self._progress.news()
 
     def _whole(self, choices: list[dict[str, Any]], counts: Counts) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class OpenAiEncoder(Encoder[Part_contra]):
         }
 
     def _chunk(self, choice: bytes, part: ChatDelta | Delta, text: str, counts: Counts) -> bytes:
-        """Return the event for a part, given as encoded JSON and by its text."""
+        """Return the event for a part. ``choice``: the choice as encoded JSON. ``text``: see ``ChunkWriter.chunk``."""
         form, timings = self._form, None
         if form.continuous_usage:
             self._writer.set_usage(usage(counts))
@@ -219,7 +219,7 @@ class OpenAiEncoder(Encoder[Part_contra]):
         return self._writer.chunk(choice, text, timings)
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the usage, if the client wants it, and the end of the stream."""
+        """Return the event with the usage, if the client wants it, and the end of the stream."""
         if not self._form.with_usage:
             return DONE
         return self._writer.usage(usage(counts, self._form.predicted)) + DONE

@@ -29,14 +29,14 @@ _ID_PREFIXES = {
 
 
 class ResponsesEncoder(Encoder[ChatDelta]):
-    """The answer to one request, complete or streamed. Its output has items, one of which is open at a time.
+    """Encodes the answer to one request, complete or streamed. Its output has items, one of which is open at a time.
 
-    The server may run tools and let the model continue; then the parts of several texts follow each other, and the
+    The server may run tools and let the model continue. Then the parts of several texts follow each other, and the
     server adds items between them. ``answer_id``: the answer's id without a prefix. ``fields``: the fields of the
-    response that the request defines. ``item_of``: returns the item of a call that the client does not run, or None.
-    ``is_stream``: whether methods return events; without it, they return no bytes. ``tools``: how the client knows the
-    tools that the model calls. ``needs_client``: the client must run or approve a call. ``n_output``: the number of
-    tokens so far.
+    response that the request defines. ``item_of``: returns the item of a call that the client does not run, else None.
+    ``is_stream``: whether methods return events; otherwise they return no bytes. ``tools``: the request's tools, with
+    the client's names. ``needs_client``: the client must run or approve a call. ``n_output``: the number of tokens so
+    far.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         self._open: Item | None = None
         self._call_index = -1  # of the open call
         self._arguments = ""  # of the open call, as the model writes them
-        self._calls: list[tuple[int, Item]] = []  # which the server is to run
+        self._calls: list[tuple[int, Item]] = []  # calls that the server must run, with their places
 
     def __repr__(self) -> str:
         return f"<ResponsesEncoder {self._id} {self.status} n_items={len(self.output)}>"
@@ -110,7 +110,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
 
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
-        """Return the response without output, or nothing the second time."""
+        """Return the events with the response without output. A second call returns nothing."""
         if self._n_events:
             return b""
         return b"".join(
@@ -138,9 +138,9 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return events if part.finish_reason in (None, "cancelled") else events + self.close()
 
     def last(self, response: Mapping[str, Any]) -> bytes:
-        """Return the end of the stream, with the whole response and llama-server's ``timings``.
+        """Return the event that ends the stream, with the whole response and llama-server's ``timings``.
 
-        It is not ``end``, because the model may continue, and the response is stored before this event is sent.
+        ``end`` does not return it, because the model may continue, and the response is stored before it is sent.
         """
         times = {}
         if self._times.was_computed:
@@ -148,9 +148,9 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return self._told(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
-        """Return events for the text of an item, which is opened if necessary.
+        """Return events for the text of an item, and open the item if necessary.
 
-        ``more``: lists that grow with the text.
+        ``more``: lists to which the text's parts are added, such as log-probabilities.
         """
         events = b""
         if self._open is None or self._open["type"] != kind:
@@ -185,7 +185,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return events + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
 
     def _begun(self, part: ToolCallDelta) -> Item:
-        """Return the item of a call, without arguments."""
+        """Return the item of a call that begins, without arguments."""
         self._call_index, self._arguments = part.index, ""
         known = self.tools.known(str(part.name))
         item = self._item_of(known)
@@ -221,7 +221,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return self._told(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
 
     def close(self) -> bytes:
-        """Close the open item, if there is one. A call that the server runs is closed by ``ran``."""
+        """Close the open item, if any. ``ran`` closes a call that the server runs."""
         item = self._open
         if item is None:
             return b""
@@ -230,7 +230,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
             name = {"name": item["name"]} if kind == "function_call" else {}
             events = self.progress(f"{kind}_arguments.done", **name, arguments=item["arguments"])
         elif kind == "custom_tool_call":
-            # The model wrote the text as a JSON string, so it is sent when it is complete.
+            # The model writes the input as a JSON string, so it is sent when it is complete.
             item["input"] = text = custom_input(self._arguments)
             events = self.progress(f"{kind}_input.delta", delta=text)
             events += self.progress(f"{kind}_input.done", input=text)
@@ -254,7 +254,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         return calls
 
     def ran(self, place: int, item: Item) -> bytes:
-        """Return the events of a call that has a result or an error, or has neither because it was not run."""
+        """Return the events that end a call, whose item has a result or an error, or neither if it was not run."""
         events = b""
         if item["status"] != "incomplete":
             events = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)

@@ -332,7 +332,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError for other texts."""
+    """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError for other text."""
     try:
         return json.loads(text)
     except RecursionError:

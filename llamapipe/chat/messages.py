@@ -552,7 +552,7 @@ def kept_tokens(
 ) -> Sequence[int]:
     """Return the tokens before a prompt, without the oldest if they leave too little room for the answer.
 
-    The answer needs the room that ``kept_messages`` describes. If tokens are dropped, all others fill half of ``n_ctx``.
+    The answer needs the room that ``kept_messages`` describes. If tokens are dropped, the rest fills half of ``n_ctx``.
     """
     if len(before) + n_prompt + _room(n_ctx, max_tokens, room) <= n_ctx:
         return before

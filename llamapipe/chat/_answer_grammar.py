@@ -40,7 +40,7 @@ class AnswerGrammar:
       the prompt ends with the start marker.
     - ``text_starts``, ``text_end``: optional markers before and after the text.
     - ``turn_end``: an optional marker at the end of the answer.
-    - ``prompted``: the start of a call's opening, if the prompt ends with one.
+    - ``prompted``: the start of a call's opening, if the prompt ends with it; else empty.
     """
 
     tools: Sequence[CallableTool]
@@ -58,7 +58,7 @@ class AnswerGrammar:
 
 
 class GrammarWriter:
-    """Writes one Lark grammar. Rules are collected in the order in which they are needed."""
+    """Writes one Lark grammar. ``write`` collects the rules in the order in which they are needed."""
 
     def __init__(self, form: CallFormat | None, answer: AnswerGrammar, literals: Literals) -> None:
         self._form = form

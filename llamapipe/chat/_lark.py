@@ -57,7 +57,7 @@ class Literals:
     def edge(self, text: str) -> str:
         """Return elements as ``text`` does, but let the spaces and newlines at both ends vary.
 
-        Without this freedom, a parser could not try two alternatives of which only one begins with a newline.
+        Otherwise, a parser could not try two alternatives if only one of them begins with a newline.
         """
         inner = text.strip()
         before = GAP if inner and text[0] != inner[0] else ""

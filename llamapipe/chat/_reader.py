@@ -225,8 +225,8 @@ class TextBuffer:
         return self.n > 0
 
 
-# A character that is not part of a word, and another one. At the end of an answer that was cut off, such a start of a
-# marker is hardly ever anything else.
+# At the end of an answer that was cut off, an incomplete marker that begins like this is dropped. Other text, such as a
+# word or a single character, may belong to the answer.
 _PART_OF_MARKER = re.compile(r"\W\S")
 
 
@@ -282,7 +282,7 @@ _FOLLOWING = {
 
 
 class _JsonScanner:
-    """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of it."""
+    """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of the value."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -319,7 +319,7 @@ class _JsonScanner:
         return at
 
     def _accepts(self, character: str) -> bool:
-        """Take one character; return False if it cannot follow."""
+        """Take one character; return False if the character cannot be the next one."""
         expect = self._expect
         if expect is _Expect.STRING:
             self._expect, self._token = self._after[-1] if character == '"' else _Expect.ESCAPE, ""

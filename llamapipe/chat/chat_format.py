@@ -180,7 +180,7 @@ class ChatFormat:
             whitespace=whitespace,
             text_starts=self.markers.text_starts,
             text_end=self.markers.text_end,
-            # A ``turn_end`` of a single token ends generation, so the grammar needs only longer ones.
+            # A ``turn_end`` of a single token ends generation, so the grammar needs only a longer ``turn_end``.
             turn_end=self.markers.turn_end if n_tags(self.markers.turn_end) > 1 else "",
             plain=plain and tool_choice == "auto",
             prompted=self._prompted(prompt_tail),

@@ -63,7 +63,7 @@ def _checked(index: int, message: object) -> Message:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', fields)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
-    # Templates may define other roles, but a role that is one letter away from a usual one is a typo.
+    # Templates may define other roles, but a role that nearly equals a usual role is a typo.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; did you mean {near[0]}?")
     if "content" not in fields and "tool_calls" not in fields and "refusal" not in fields:

@@ -254,7 +254,7 @@ def new_limits() -> Iterator[Limits]:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Give several renderings together the time of one. Raises InvalidRequestError at the end if they took longer."""
+    """Limit several renderings to the time of one. Raises InvalidRequestError at the end if they took longer."""
     with new_limits() as limits:
         yield
         try:
@@ -377,7 +377,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # ---- called by the nodes that _Counting adds
     def count_iteration(self, n_characters: int) -> None:
-        """Count one run of a loop's or a macro's body, and the literal text in it."""
+        """Count one run of a loop's or a macro's body, and the ``n_characters`` of literal text in the body."""
         limits = current()
         limits.iterate()
         limits.use(n_characters)

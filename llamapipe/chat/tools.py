@@ -262,7 +262,7 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
     text: list[str] = []
     lines: dict[str, list[str]] = {}
     current: tuple[str, ...] = ()  # the arguments that a following, more indented line describes
-    indent = 0  # of the line that names these arguments
+    indent = 0  # the indentation of the line that names these arguments
     section: str | None = None
     for line in (inspect.getdoc(thing) or "").splitlines():
         if heading := _SECTION.match(line):

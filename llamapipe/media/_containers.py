@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MOST_PARTS = 2**16  # chunks or blocks: a PNG of 64 MB has 8,192 of 8 KB
-MOST_SEGMENTS = 2**13  # of a JPEG: a JPEG of 64 MB has 1,024 of 64 KB
+MOST_SEGMENTS = 2**13  # of a JPEG: a file of 64 MB has 1,024 of 64 KB
 MOST_SCANS = 256  # passes of a JPEG over its pixels; usual JPEGs have up to 10
 MOST_SCANNED = 2**29  # pixels × scans: 16 scans of the largest image, half a second
 MOST_BLOCKS = 2**19  # of a GIF: twice the number of 255-byte blocks in the largest file

@@ -326,7 +326,7 @@ class SchemaGrammar:
             )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
-        """Write the alternatives. Treat ``oneOf`` as ``anyOf``, because ``_logic`` has made its schemas exclusive."""
+        """Write the alternatives. ``oneOf`` means ``anyOf`` here, because ``_logic`` makes its schemas exclusive."""
         options = node[keyword]
         elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
         return " | ".join(element for element in elements if element is not None) or self._nothing(

@@ -250,7 +250,7 @@ class Guide(Owner):
             self.prepare()
         if 0 <= token < self._tokenizer.n_vocab and not self._ended:
             if bool(self._tokenizer.eog[token >> 5] >> np.uint32(token & 31) & np.uint32(1)):
-                # llguidance knows only its own end token. Record this one here, where `rollback` can remove it.
+                # llguidance knows only its own end token. Record this token here, where `rollback` can remove it.
                 if self.may_end:
                     self._ended = True
                     return
@@ -339,7 +339,7 @@ class Guide(Owner):
 
     @contextmanager
     def _copied(self) -> Iterator[Guide]:
-        """Yield a guide in the same state. A DecodeError ends the block silently; the request itself will meet it."""
+        """Yield a guide in the same state. A DecodeError ends the block silently; the request will raise it later."""
         ahead = Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted)
         with ahead, suppress(DecodeError):
             yield ahead

@@ -1130,7 +1130,7 @@ _OF_KIND: dict[str, frozenset[str]] = {
 
 
 def _without(node: Node, keyword: str = "") -> Node:
-    """Return the schema without one keyword and without the keywords that this module replaces."""
+    """Return the schema without ``keyword`` and without the keywords that this module replaces."""
     return {key: value for key, value in node.items() if key not in _LOGIC and key != keyword}
 
 

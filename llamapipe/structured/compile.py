@@ -404,7 +404,7 @@ _TOLD: Final = (
         r"'allOf' or '$ref' combines too many schemas, or one with itself; write what they say in one schema",
     ),
     (
-        r"(?s)^regex parse error:\n(.*)\nerror: ([^\n]*)(?:\n.*)?$",  # the reason first: some places show one line
+        r"(?s)^regex parse error:\n(.*)\nerror: ([^\n]*)(?:\n.*)?$",  # reason first, as some callers show one line
         r"'pattern' is not a regular expression that can be followed: \2:\n\1",
     ),
     (

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.errors import InvalidRequestError
 
-MOST_CHARACTERS = 2**15  # of a grammar, as of any other
+MOST_CHARACTERS = 2**15  # of a grammar, as for all Lark grammars
 _MOST_WRITTEN = 2**16  # characters of the regular expression, which repeats a rule's body at each use
 _MOST_REPEATS = 10_000
 # Terminals of Lark's library that grammars import from ``common``.

@@ -36,7 +36,7 @@ _ABOUT_OTHERS = {
 # Assertions of draft 3, which llguidance would ignore.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
 # Limits of keywords for which llguidance does not bound time and memory.
-MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with their square
+MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with the square of the number
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
 MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
 # Where JSON permits spaces, at most one match of this pattern is allowed. The pattern fits every usual layout, and it

@@ -97,9 +97,9 @@ class _Replacements(dict[int, "str | None"]):
 
 
 def _spaced(character: str) -> str | None:
-    """Return the text for a character: nothing for control, format and private-use characters, one kind of space.
+    """Return the text for a character, or None to remove it: a control, format or private-use character, or U+FFFD.
 
-    A Chinese character gets spaces around it, so that it becomes a word.
+    Every kind of space becomes " ". A Chinese character gets spaces around it, so that it becomes a word.
     """
     if character in "\t\n\r":
         return " "

@@ -1,7 +1,7 @@
 """Grammars of whole answers: optional reasoning, then free text, tool calls, or JSON.
 
 Open this file to change what an answer may contain and in which order. ``_argument_grammar.py`` writes the arguments
-of calls, ``_lark.py`` the elements of the grammar.
+of calls, and ``_lark.py`` writes the elements of the grammar.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class AnswerGrammar:
     """The answers that a request allows.
 
     - ``tools``: the tools that may be called; empty for none. ``required``: the answer consists of calls only.
-      ``parallel``: it may have several.
+      ``parallel``: the answer may have several calls.
     - ``schema``: the JSON schema of the text; None for free text. ``whitespace``: the whitespace allowed in that JSON.
     - ``plain``: with a schema, the answer may also be one call as plain JSON.
-    - ``reasoning``: the markers of reasoning, if the answer may begin with it. ``reasoning_open``: the prompt has
-      opened it.
+    - ``reasoning``: the markers of reasoning, if the answer may begin with reasoning; else None. ``reasoning_open``:
+      the prompt ends with the start marker.
     - ``text_starts``, ``text_end``: optional markers before and after the text.
     - ``turn_end``: an optional marker at the end of the answer.
-    - ``prompted``: the start of a call's opening, if the prompt ends with one.
+    - ``prompted``: the start of a call's opening, if the prompt ends with it; else empty.
     """
 
     tools: Sequence[CallableTool]
@@ -58,7 +58,7 @@ class AnswerGrammar:
 
 
 class GrammarWriter:
-    """Writes one Lark grammar. Rules are collected in the order in which they are needed."""
+    """Writes one Lark grammar. ``write`` collects the rules in the order in which they are needed."""
 
     def __init__(self, form: CallFormat | None, answer: AnswerGrammar, literals: Literals) -> None:
         self._form = form
@@ -119,8 +119,8 @@ class GrammarWriter:
     def _calls_in_reasoning(self) -> str:
         """Return the alternative for calls that end the reasoning, if calls begin with a control token.
 
-        If calls begin with plain text, reasoning may mention that text without starting a call. Then there is no such
-        alternative.
+        If calls begin with plain text, reasoning may mention that text without starting a call. Then the result is
+        empty.
         """
         assert self._form is not None
         if self._literals.token(trigger := self._form.trigger) is None:
@@ -130,7 +130,7 @@ class GrammarWriter:
         return f" | {begin}{self._rules.terminal(f'/{ANY}/')} {calls}"
 
     def _text_in_reasoning(self) -> str:
-        """Return the alternative for text that ends the reasoning, if the text begins with a control token."""
+        """Return the alternative for text that ends the reasoning; empty unless a control token can begin the text."""
         answer, literals = self._answer, self._literals
         starts = [start for start in answer.text_starts if literals.token(segments(start)[0]) is not None]
         if not starts or answer.required:
@@ -168,14 +168,14 @@ class GrammarWriter:
     def _marked(self, text: str, required: Sequence[str] = ()) -> str:
         """Return the elements of a text with its optional markers.
 
-        ``required``: the text must begin with one of the markers.
+        ``required``: markers, one of which must begin the text.
         """
         literals = self._literals
         end = self._answer.text_end
         return self._text_start(required) + text + (f" ({GAP} {literals.text(end)})?" if end else "")
 
     def _text_start(self, required: Sequence[str] = ()) -> str:
-        """Return the elements of the markers before a text. They are required if the prompt has opened a call."""
+        """Return the elements of the markers before a text. A marker is required if the prompt has opened a call."""
         starts = [f"{self._first(start.strip())} {GAP}" for start in required or self._answer.text_starts]
         is_needed = required or self._answer.prompted
         return f"({' | '.join(starts)}){'' if is_needed else '?'} " if starts else ""
@@ -215,8 +215,8 @@ class GrammarWriter:
             self._add_calls(form, "", f"{regex_text(trigger[0])}*")
         else:
             self._add_calls(form, form.opening[len(trigger) :])
-        # If the prompt opens the first call, text is another kind of message with the same end, and needs its start.
-        # Then calls without text, which may follow reasoning, are an option of their own.
+        # If the prompt opens the first call, text is another kind of message: it needs a start marker and has the same
+        # end. Calls without text, which may follow reasoning, are then a separate option.
         alone = [f"{text.text(trigger)} calls"] if form.prompted and self._answer.reasoning else []
         if text.token(trigger) is None:
             start = self._text_start() if form.prompted else ""
@@ -229,7 +229,7 @@ class GrammarWriter:
         """Return what follows a trigger such as ``>>>``: calls, or text with more triggers.
 
         Ordinary text may contain the trigger as well. After a trigger, the name of a tool begins a call, and a line
-        that consists of a name must be a call. In a longer run, the last characters are the trigger.
+        that consists of a name must be a call. In a run longer than the trigger, the last characters are the trigger.
         """
         more = f"{regex_text(trigger[0])}*"
         names = "|".join(regex_text(tool.name) for tool in self._answer.tools)
@@ -239,7 +239,7 @@ class GrammarWriter:
         return self._rules.recursive("run", lambda name: f"calls | {text} | {again} {name}")
 
     def _bare_calls(self, form: CallFormat) -> list[str]:
-        """Write calls without a marker. If the answer begins like a call, all of it must be one."""
+        """Write calls without a marker. If the answer begins like a call, the whole answer must be calls."""
         before = regex_text(form.opening.strip())
         if form.style is Style.PYTHON:
             self._excluded.append(rf"\s*{before}\s*[a-zA-Z_][\w.\-]*\(")
@@ -247,7 +247,7 @@ class GrammarWriter:
             first = json.dumps(form.members[0].key)
             before = rf"{before}\s*" if before else ""
             self._excluded.append(rf"\s*{before}\{{\s*{regex_text(first)}")
-            # One terminal. Otherwise free text, which can begin in the same way, is a longer match.
+            # The opening is one terminal. Otherwise free text, which can begin in the same way, is a longer match.
             space = r"[ \n]{0,2}"
             before = before.replace(r"\s*", space)
             self._rules.add("OPENING", rf"/{space}{before}\{{{space}{regex_text(first)}/")
@@ -312,7 +312,7 @@ class GrammarWriter:
                 parts.append(json_value(tool.parameters))
             else:
                 parts.append(argument_grammar(TaggedArguments(form, tool.parameters), text, self._rules))
-        # Any spaces may precede the end of a call, because the template's own may have been generated already.
+        # Any spaces may precede the end of a call, because the model may already have generated the template's spaces.
         end = form.call_end
         parts.append(text.edge(end.rstrip()))
         return " ".join(part for part in parts if part)

@@ -1,8 +1,8 @@
 """Finds the markers of reasoning and text in an answer. ``_call_format.py`` finds the markers of calls.
 
 Reasoning precedes the text. Some templates also mark the text, as in ``<|START_RESPONSE|>…<|END_RESPONSE|>``. The probe
-renders answers with known texts and looks at what surrounds them. If a marker also surrounds a user's message, it does
-not identify reasoning, so it is extended to the next tag.
+renders answers with known texts and reads the tags around these texts. A marker that also surrounds a user's message
+does not identify reasoning. The probe extends such a marker to the next tag.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CALL = {
 }
 # Template arguments that switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
-# Sentences that a template asks the model to write.
+# The sentences before reasoning and text that some templates ask the model to write.
 _SENTENCES = ReasoningMarkers("Here is my thought process:", "Here is my response:")
-# Pairs that templates remove from the text of earlier answers, but do not write.
+# Pairs of text markers that templates remove from earlier answers but do not write.
 _KNOWN_TEXT = (("<answer>", "</answer>"), ("<response>", "</response>"))
 
 
@@ -45,10 +45,11 @@ _KNOWN_TEXT = (("<answer>", "</answer>"), ("<response>", "</response>"))
 class AnswerMarkers:
     """The markers of an answer.
 
-    - ``reasoning``: the pair around reasoning, or None. ``opening``: the start marker with the newline after it.
-    - ``text_starts``: optional markers before the text, the longest first. ``text_end``: the marker after it.
+    - ``reasoning``: the pair around reasoning, or None. ``opening``: the start marker with the newline after it, if
+      the template writes one.
+    - ``text_starts``: optional markers before the text, the longest first. ``text_end``: the marker after the text.
     - ``turn_end``: the end of the answer. It is a token that ends generation, but some models write it as text.
-    - ``control``: the control tokens in all markers, including the markers of calls. They are never text.
+    - ``control``: the control tokens in all markers, including the markers of calls. An answer's text never has them.
     """
 
     reasoning: ReasoningMarkers | None = None
@@ -69,7 +70,7 @@ class AnswerMarkers:
 
 
 class MarkerProbe:
-    """Looks for the markers of one template. ``is_control``: returns True for a text that is one control token."""
+    """Looks for the markers of one template. ``is_control``: returns whether a text is one control token."""
 
     def __init__(self, probe: TemplateProbe, is_control: Callable[[str], bool]) -> None:
         self._probe = probe
@@ -84,8 +85,8 @@ class MarkerProbe:
     def markers(self, calls: CallFormat | None, ends: Callable[[str], bool]) -> AnswerMarkers:
         """Return all markers.
 
-        ``calls``: the format of the template's calls. ``ends``: returns True for the text of a token that ends
-        generation. Such a token is not a marker.
+        ``calls``: the format of the template's calls. ``ends``: returns whether a text is a token that ends generation.
+        Such a token does not become the marker after the text.
         """
         reasoning = self._shown_reasoning() or self._empty_reasoning() or self._known_reasoning()
         starts, end = self._text(reasoning, ends)
@@ -94,7 +95,7 @@ class MarkerProbe:
         if calls is not None:
             texts += [text for text in (*vars(calls).values(), *calls.head) if isinstance(text, str)]
             texts += [end for _, end in calls.key_ends]
-        # Models repeat the end of the prompt.
+        # Models may repeat the end of the prompt, so its control tokens count, too.
         texts.append(self._probe.prompt[len(common_start(self._probe.prompt, self._user)) :])
         control = {s for text in texts for s in segments(text) if self._is_control(s)}
         turn_end = self._tags(self._tail.lstrip().removeprefix(end), max(n_tags(end), 1))
@@ -124,7 +125,7 @@ class MarkerProbe:
         )
 
     def _other_reasoning(self, usual: AnswerMarkers, markers: AnswerMarkers) -> ReasoningMarkers | None:
-        """Return the pair that was found, if the template writes it instead of the usual one."""
+        """Return the pair in ``markers`` if the template writes it instead of the usual pair, else None."""
         known, other = usual.reasoning, markers.reasoning
         if other is None or other == known:
             return None
@@ -137,7 +138,7 @@ class MarkerProbe:
         return other if is_written else None
 
     def _begun_reasoning(self, usual: ReasoningMarkers | None) -> ReasoningMarkers | None:
-        """Return the pair that the prompt opens at its end, if its name begins like the usual one: ``<think_fast>``."""
+        """Return the pair whose start ends the prompt, if its name extends the usual name: ``<think_fast>``."""
         if usual is None or _closed(usual.start) != usual.end:
             return None
         tag = segments(self._probe.prompt.rstrip())[-1:]
@@ -171,7 +172,7 @@ class MarkerProbe:
         return None
 
     def _written_reasoning(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the texts before and after reasoning, and whether text follows instead of a call."""
+        """Yield the text before and the text after reasoning, and whether content follows instead of a call."""
         for key in REASONING_KEYS:
             for calls in (False, True):
                 message: dict[str, Any] = {"role": "assistant", "content": CONTENT, key: _REASONING}
@@ -189,12 +190,12 @@ class MarkerProbe:
         if len("".join(segments(marker)[:1])) < 2:
             return ""
         prompt = self._probe.prompt
-        if self._head.rstrip().endswith(marker):  # it also precedes a text without reasoning
+        if self._head.rstrip().endswith(marker):  # the marker also precedes a text without reasoning
             before = before.rstrip()
             return prompt[len(before) :].strip() if prompt.startswith(before) else ""
         n = len(segments(marker)[0])
         overlap = next((i for i in range(len(marker) - 1, n - 1, -1) if prompt.endswith(marker[:i])), 0)
-        return marker[overlap:].strip()  # a prompt may end inside it
+        return marker[overlap:].strip()  # a prompt may end inside the marker
 
     def _end(self, after: str) -> str:
         """Return the marker at the beginning of a text; empty if there is none."""
@@ -254,7 +255,7 @@ class MarkerProbe:
     def _text(
         self, reasoning: ReasoningMarkers | None, ends: Callable[[str], bool]
     ) -> tuple[tuple[str, ...], str]:
-        """Return the markers around the text of an answer, without the markers of reasoning and of the turn's end."""
+        """Return the start markers and the end marker of an answer's text, without those of reasoning and turn end."""
         written = self._head[len(common_start(self._head, self._probe.prompt)) :]
         if reasoning is not None:
             for marker in (reasoning.end, reasoning.start):
@@ -262,7 +263,7 @@ class MarkerProbe:
                     written = written.rpartition(marker)[2]
                     break
         start = self._text_start(written)
-        if not start or self._probe.prompt.rstrip().endswith(start):  # the prompt has it already
+        if not start or self._probe.prompt.rstrip().endswith(start):  # the prompt has written the marker
             return self._known_text()
         end = self._tags(self._tail, n_tags(start), ends)
         starts = {start}
@@ -291,7 +292,7 @@ class MarkerProbe:
         return start.rstrip() if any(map(self._is_control, segments(start))) else start
 
     def _known_text(self) -> tuple[tuple[str, ...], str]:
-        """Return a pair that the template removes from the text of earlier answers."""
+        """Return a pair that the template removes from the text of earlier answers; empty texts if there is none."""
         for start, end in _KNOWN_TEXT:
             if self._takes_off(start + CONTENT + end, start):
                 return (start,), end

@@ -52,7 +52,10 @@ class _ArgumentWriter:
         others: dict[str, Any] | None,
         join: str,
     ) -> str:
-        """Write listed members in any order; if there are none, any number of ``others``, unless it is None."""
+        """Write the listed members in any order. Without listed members, write any number of ``others``.
+
+        If ``others`` is None, there are no other members.
+        """
         if properties:
             members = [(name in required, self.member(name, schema)) for name, schema in properties.items()]
             return self._rules.in_any_order(members, join)
@@ -82,7 +85,7 @@ class _ArgumentWriter:
 
     # ---- <key>value</key>
     def _tagged(self, schema: dict[str, Any]) -> str:
-        """Write the rest of an argument after its key, up to the end marker without its spaces."""
+        """Write the rest of an argument after its key, up to the end marker without the spaces around the marker."""
         form, text = self._form, self._literals
         end = form.value_end.rstrip()
         options: dict[str, list[str]] = {}  # values by the text between key and value
@@ -96,7 +99,7 @@ class _ArgumentWriter:
             if "string" in types:
                 key_end = form.key_end_of("string")
                 options.setdefault(key_end, []).append(self._string(schema, end))
-            # If every string is allowed, its text includes the values of the other types.
+            # If every string is allowed, the strings include the texts of all values of other types.
             is_free = not form.key_ends and self._is_free(schema)
             ends = form.key_ends or tuple((kind, form.key_end) for kind in _KINDS)
             for key_end in () if is_free else dict.fromkeys(end for kind, end in ends if kind in _KINDS):
@@ -128,7 +131,7 @@ class _ArgumentWriter:
         return elements
 
     def _string(self, schema: dict[str, Any], end: str) -> str:
-        """Write an unquoted string, up to and including ``end``; exclude strings that are read as another type."""
+        """Write an unquoted string, up to and including ``end``. Exclude text that would be read as CDATA."""
         form, text = self._form, self._literals
         marker = end.strip()
         limit = form.key_start.strip() if form.style is Style.NESTED else marker
@@ -178,7 +181,7 @@ class _ArgumentWriter:
             options.append('"None"')
         return f"({' | '.join(options)})"
 
-    # ---- values whose parts are not JSON either
+    # ---- values whose members and items are not JSON, either
     def _deep(self, schema: dict[str, Any], end: str) -> str:
         """Write a value in the style QUOTED or NESTED, then ``end``."""
         key = (id(self._arguments), end, json.dumps(schema, sort_keys=True))
@@ -272,7 +275,7 @@ class _ArgumentWriter:
         return self._rules.recursive("any", body)
 
     def _any_members(self) -> str:
-        """Write any members of an object or an array in the style NESTED."""
+        """Write one or more members of any object or array in the style NESTED."""
         form, text = self._form, self._literals
         start = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
         return self._rules.recursive("members", lambda _: f"({start} {self._any_nested()})+")
@@ -297,7 +300,7 @@ def _refuse_others(schema: dict[str, Any], known: frozenset[str]) -> None:
 
 
 def _sequence(first: list[str], rest: str, least: int, most: int | None, join: str) -> str:
-    """Write items with ``join`` between them: each of ``first`` once, then any number of ``rest``."""
+    """Write ``least`` to ``most`` items with ``join`` between them: each of ``first`` once, then repeated ``rest``."""
     n = len(first)
     low, high = max(0, least - max(n, 1)), None if most is None else most - max(n, 1)
     after = f"{join} {rest}".strip()
@@ -318,7 +321,7 @@ def _sequence(first: list[str], rest: str, least: int, most: int | None, join: s
 
 
 def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool) -> list[str]:
-    """Return terms of a terminal: the strings that each alternative of a schema allows, and null."""
+    """Return terms of a terminal for the strings that each alternative of a schema allows; with ``with_null``, null."""
     terms = ['"null"'] if with_null and "null" in arguments.types(schema) else []
     for option in arguments.alternatives(schema):
         chosen = choices(option)
@@ -342,7 +345,7 @@ def _python_texts(value: Any) -> list[str]:
 
 
 def _between_tags(form: CallFormat) -> str:
-    """Return the elements between two arguments: spaces, if the template writes any there or at a call's end."""
+    """Return optional spaces between two arguments if the template writes spaces there or at a call's end."""
     return GAP if form.value_end.rstrip() != form.value_end or form.call_end.lstrip() != form.call_end else ""
 
 

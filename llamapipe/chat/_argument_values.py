@@ -1,7 +1,7 @@
 """Reads arguments that are not JSON: Python literals, and the syntaxes of Gemma and MiniMax.
 
-Each reader consumes one value and returns it decoded. If an argument is a string, ``show`` gets its text as it arrives.
-Text that cannot be a value raises Malformed immediately, and so do values nested deeper than ``_MAX_DEPTH``.
+Each reader consumes one value and returns the decoded value. If an argument is a string, ``show`` gets the text as it
+arrives. Text that cannot be a value and values nested deeper than ``_MAX_DEPTH`` raise Malformed immediately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 
 def python_value(buffer: TextBuffer, show: Show | None = None, depth: int = 0) -> Reading[Any]:
-    """Read a Python literal, or JSON: strings, numbers, lists, tuples, dicts, True, false, None."""
+    """Read a Python or JSON literal: a string, number, list, tuple or dict, or a constant such as True, false, None."""
     if depth > _MAX_DEPTH or not (yield from buffer.some()):
         raise Malformed
     if buffer.next_is("\"'"):
@@ -63,7 +63,7 @@ def _items(buffer: TextBuffer, end: str, item: Callable[[], Reading[T]]) -> Read
 
 
 def next_item(buffer: TextBuffer, end: str) -> Reading[None]:
-    """Read the comma after an item and the spaces around it; no comma is required before ``end``."""
+    """Read the comma after an item and the spaces around the comma; no comma is required before ``end``."""
     yield from buffer.spaces()
     if not (yield from buffer.skip(",")) and not (yield from buffer.ahead(end)):
         raise Malformed
@@ -111,7 +111,8 @@ def _python_string(buffer: TextBuffer, show: Show | None) -> Reading[str]:
             return "".join(parts)
         else:
             mark = buffer.take(1)
-            # Templates, and so models, write a text such as it's without escapes. A string ends where it can.
+            # Templates, and therefore models, do not escape the quote in a text such as it's. So a quote ends the
+            # string only if a character that may follow a string comes next.
             after = yield from buffer.spaces()
             if (buffer.ended and not buffer.n) or buffer.next_is(_AFTER_STRING):
                 return "".join(parts)

@@ -1,13 +1,12 @@
 """Finds out how a template writes tool calls: the markers, and the text between them.
 
-The template renders conversations with known texts, and the result is searched for these texts. The method follows
-llama.cpp's docs/autoparser.md. The text around a known name and known arguments is the format of a call. Two calls in
-one message show what ends the first call and starts the second.
+The probe renders conversations with known texts and searches the result for these texts. The method follows llama.cpp's
+docs/autoparser.md. The text around a known name and known arguments is the format of a call. Two calls in one message
+show what ends the first call and starts the second.
 
-Text that occurs only once is not taken for fixed text. Where the first call, the second, and a later one in the
-conversation differ, they have a name, an id, or a number. Values of every type show how each type is written. If a
-template shows the tools but not the calls, markers in the vocabulary or the prompt identify the format
-(``_known_formats``).
+Only text that all calls share is fixed. Where the first call, the second call and a later call in the conversation
+differ, they hold a name, an id, or a number. Values of every type show how each type is written. If a template shows
+the tools but not the calls, markers in the vocabulary or the prompt identify the format (``_known_formats``).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 from llamapipe.structured.schema import json_type
 
-# A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], one of MiniMax's such as ]<]minimax[>[, or
-# one character.
+# A tag such as <tool_call> or <|python_tag|>, a marker such as [TOOL_CALLS], a marker of MiniMax such as
+# ]<]minimax[>[, or one character.
 _SEGMENT = re.compile(r"\]<\][a-z]+\[>\[|<[^<>\s](?:[^<>\n]*[^<>\s])?>|\[/?[A-Z][A-Z_]+\]|.", re.DOTALL)
 
 # Optional marks around a string in XML.
@@ -43,8 +42,8 @@ class Style(Enum):
     NAMED = auto()  # the name, then the arguments as a JSON object
     TAGGED = auto()  # the name, then every argument between its own markers
     PYTHON = auto()  # name(key=value, …) with Python's literals, or JSON's
-    QUOTED = auto()  # name{key:value,…}, where a marker stands before and after each string
-    NESTED = auto()  # as TAGGED, and so are the members of objects and the items of arrays
+    QUOTED = auto()  # name{key:value,…}, with a marker before and after each string
+    NESTED = auto()  # as TAGGED, also for the members of objects and the items of arrays
 
 
 class Slot(Enum):
@@ -59,8 +58,8 @@ class Slot(Enum):
 class Member:
     """A member of a call's JSON object.
 
-    ``role`` is "name", "arguments", "id", "number" (it counts calls) or "constant". For the last two, ``constant``
-    holds the JSON text that the probe found.
+    ``role`` is "name", "arguments", "id", "number" (the member counts calls) or "constant". For the last two roles,
+    ``constant`` holds the JSON text that the probe found.
     """
 
     key: str
@@ -80,12 +79,12 @@ class CallFormat:
       string may be ``<![CDATA[…]]>``.
     - NESTED: like TAGGED, with KEY and ``value_close`` after ``value_end``. Items of an array have the key ``item``.
     - PYTHON: CALL is NAME ``(`` KEY ``=`` VALUE ``, `` … ``)``.
-    - QUOTED: CALL is ``head``, ``{`` KEY ``:`` VALUE ``,`` … ``}``; ``quote`` stands before and after a string.
+    - QUOTED: CALL is ``head``, ``{`` KEY ``:`` VALUE ``,`` … ``}``; ``quote`` precedes and follows a string.
 
-    ``in_content``: the template does not show calls, so they are written into the message's text. ``prompted``: the
-    start of the opening, if prompts end with one. The first call then begins without it.
+    ``in_content``: the template does not show calls, so calls are written into the message's text. ``prompted``: the
+    start of the opening, if prompts end with it. The first call then begins with the rest of the opening.
 
-    Spaces and newlines at the edges of markers are as the template writes them. A parser need not insist on them.
+    Spaces and newlines at the edges of markers are as the template writes them. A parser need not require them.
     """
 
     style: Style
@@ -122,7 +121,7 @@ class CallFormat:
 
     @property
     def id_head(self) -> tuple[str | Slot, ...]:
-        """The parts of an id, if it includes the call's number, as in ``functions.NAME:0``; else empty."""
+        """The parts of an id that includes the call's number, such as ``functions.NAME:0``; empty without a number."""
         if Slot.NUMBER not in self.head:
             return ()
         start = _WORD_END.search(self.call_start)
@@ -133,7 +132,7 @@ class CallFormat:
         return parts if is_word and (not before or before.endswith((">", "]"))) else ()
 
     def written(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]], number: str | None = None) -> str:
-        """Write calls (id, name, arguments) as the template does. ``number``: replaces the number of each call."""
+        """Write calls (id, name, arguments) as the template does. ``number``: a text in place of each call's number."""
         parts = [
             self.call_start
             + self._written(*call, str(self.first_number + i) if number is None else number)
@@ -196,7 +195,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """The marker that distinguishes calls from text; empty if calls begin without one."""
+        """The marker that distinguishes calls from text; empty if calls begin without a marker."""
         opening = self.opening
         first = segments(opening)[:1]
         if opening in _BARE and self.style in (Style.JSON, Style.PYTHON):
@@ -216,7 +215,7 @@ def python_text(value: Any) -> str:
 
 
 def _numbered(constant: str, number: str) -> str:
-    """Return the JSON text of a number; it is a string if ``constant`` is one."""
+    """Return the JSON text of a number, as a JSON string if ``constant`` is a JSON string."""
     return f'"{number}"' if constant.startswith('"') else number
 
 
@@ -283,7 +282,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"qxx": {"type": "string", "description": "Qx."}}},
     },
 }
-# Pairs that models write although their template shows them only at the end of a prompt, or not at all.
+# Reasoning markers that models write although their template shows them only at the end of a prompt, or not at all.
 KNOWN_REASONING = tuple(
     ReasoningMarkers(start, end)
     for start, end in (
@@ -334,13 +333,13 @@ class TemplateProbe:
         """Render a conversation; return an empty text if the template refuses it."""
         try:
             return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
-        except Exception:  # a template may refuse in any way: its own error, or one of jinja2
+        except Exception:  # a template may refuse with an error of its own or of jinja2
             return ""
 
     # ---- tool calls
     @cached_property
     def shows_tools(self) -> bool:
-        """True if prompts contain the tools."""
+        """True if prompts contain the definitions of the tools."""
         return "qxtool" in self._prompt_with_tools
 
     @cached_property
@@ -353,7 +352,7 @@ class TemplateProbe:
 
     @cached_property
     def _samples(self) -> list[_Sample]:
-        """The rendered text for each form of a message in which the template shows calls with their arguments."""
+        """The samples with distinct texts, one for each form of a message in which the template shows whole calls."""
         samples: list[_Sample] = []
         for content in ("", None):
             for as_text in (False, True):
@@ -373,7 +372,7 @@ class TemplateProbe:
     def _calls(
         self, form: _Form, n: int, arguments: Mapping[str, Any], later: bool = False, prompted: bool = False
     ) -> str | None:
-        """Return the text of ``n`` calls; None if it lacks a part of them.
+        """Return the text of ``n`` calls; None if the template omits a part of them.
 
         ``later``: the calls follow another call in the conversation. ``prompted``: return the text as it follows the
         prompt; otherwise, omit the text that also precedes a plain answer.
@@ -412,7 +411,7 @@ class TemplateProbe:
             return text[:end]
         if len(self._turn_end) > MAX_MARKER:  # text that follows every message
             return text[: len(text) - len(common_end(text, self._turn_end))]
-        # The end of every turn. A single tag may also occur within calls.
+        # Cut off the text that ends every turn. A single tag may also occur within calls.
         whole = text.rstrip()
         common = common_end(whole, common_end(self._turn_end, self._user_end) or self._user_end)
         rest = whole.removesuffix(common) if common.startswith(("<", "[")) else whole
@@ -429,7 +428,10 @@ class TemplateProbe:
 
     @cached_property
     def _prompted_samples(self) -> list[_Sample]:
-        """Return samples like ``_samples``, with the end of the prompt before the first call, as before the second."""
+        """The samples in which the prompt ends with the text that also precedes the second call.
+
+        Their first call begins with that text.
+        """
         samples = []
         for sample in self._samples:
             form = sample.form
@@ -488,7 +490,7 @@ class TemplateProbe:
             if typed is None:
                 return None
             form = typed
-        if form.style not in (Style.PYTHON, Style.QUOTED):  # templates do not quote their values properly
+        if form.style not in (Style.PYTHON, Style.QUOTED):  # in these, templates do not quote values properly
             numbers = {key: 7041 + i for i, key in enumerate(_ARGUMENTS)}
             with_numbers = self._calls(sample.form, 1, numbers, prompted=bool(sample.prompted))
             with_numbers = with_numbers and sample.prompted + with_numbers
@@ -496,7 +498,7 @@ class TemplateProbe:
                 return None
             if not _writes(form, sample.call):
                 return None
-            call = replace(form, section_start="", section_end="")  # a template may omit these there
+            call = replace(form, section_start="", section_end="")  # templates may omit these in later calls
             if sample.later and not _writes(call, sample.later, is_whole=False):
                 return None
             if form.parallel and not (sample.both and _writes(form, sample.both, n=2)):
@@ -504,7 +506,7 @@ class TemplateProbe:
         return form
 
     def _with_types(self, form: CallFormat, message_form: _Form) -> CallFormat | None:
-        """Return the format with the markers for each type of argument; None if strings have an unknown form."""
+        """Return the format with the markers for each type of argument; None if the form of strings is unknown."""
         hard = self._calls(message_form, 1, {"qxhard": _HARD})
         if hard is not None and "qxhard" in hard:
             text = hard.partition("qxhard")[2].removeprefix(form.key_end)
@@ -559,7 +561,7 @@ class _Form(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The texts of one call, two calls and a later call, and the part of them at the end of the prompt."""
+    """The texts of one call, two calls and a later call, and their start, if the prompt ends with it."""
 
     form: _Form
     call: str
@@ -627,7 +629,7 @@ class _Place(NamedTuple):
     end: int
 
 
-_Locate = Callable[[str, int], "_Place | None"]  # from a text, and the number of a call's name
+_Locate = Callable[[str, int], "_Place | None"]  # takes a text and the index of a call's name
 
 
 def _named_format(sample: _Sample) -> CallFormat | None:
@@ -645,7 +647,7 @@ def _named_format(sample: _Sample) -> CallFormat | None:
 
 
 def _argument_places(text: str, n: int) -> list[int] | None:
-    """Find the starts of the name and of both keys and values, in order, and the second value's end."""
+    """Return the starts of the name and of both keys and values, in order, and the second value's end; or None."""
     places = [text.find(_NAMES[n])]
     for part in (part for item in _ARGUMENTS.items() for part in item):
         places.append(text.find(part, max(places[-1], 0)))
@@ -669,7 +671,7 @@ def _tagged_format(sample: _Sample) -> CallFormat | None:
     else:
         between_values = value_end
         key_start = common_end(before_key, between_values)
-        # Space before a key belongs to the marker before it: an argument may also be the first, the last, or the only.
+        # Space before a key belongs to the preceding marker, because an argument may be the first, last or only one.
         key_start = key_start.lstrip()
         value_end = between_values[: len(between_values) - len(key_start)]
     rest = call[places[5] :]
@@ -735,7 +737,7 @@ _DIGITS = re.compile("([0-9]+)")
 
 
 def _with_numbers(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Mark each number in which texts with the same end differ; return the texts and the first one's numbers."""
+    """Mark each number in which texts with the same end differ; return the texts and the first text's numbers."""
     split = [_DIGITS.split(text) for text in texts]
     numbers: list[str] = []
     for at in range(1, min(map(len, split)) + 1):
@@ -807,13 +809,13 @@ def _edges(before: str, between: str | None, after: str) -> _Edges:
     section_start = before[: len(before) - len(call_start)].lstrip()
     call_end = common_start(between, after)
     separator = between[len(call_end) :]
-    if not section_start:  # space before a call separates it from the one before
+    if not section_start:  # space before a call separates it from the preceding call
         stripped = call_start.lstrip()
         separator += call_start[: len(call_start) - len(stripped)]
         call_start = stripped
     section_end = after[len(call_end) :].rstrip()
     stripped = call_end.rstrip()
-    if stripped and stripped != call_end:  # likewise space after a call
+    if stripped and stripped != call_end:  # space after a call separates it from the next call
         space = call_end[len(stripped) :]
         call_end, separator = stripped, space + separator
         section_end = space + section_end if section_end else ""
@@ -839,7 +841,7 @@ def _writes(
 ) -> bool:
     """Return whether the format writes the probe's calls as ``text``, except for spaces and the numbers of calls.
 
-    If ``is_whole`` is False, ``text`` may contain more.
+    If ``is_whole`` is False, ``text`` may have other text before and after the calls.
     """
     calls = [(id_, name, arguments) for id_, name in zip(_IDS[:n], _NAMES[:n], strict=True)]
     written = "".join(form.written(calls, _NUMBER_MARK).split())
@@ -857,7 +859,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
 
 # ---- formats that templates do not show
 def _known_formats(is_token: Callable[[str], bool]) -> Iterator[tuple[tuple[str, ...], CallFormat]]:
-    """Yield pairs of marks and a format. The format applies if the vocabulary or the prompt with tools has a mark."""
+    """Yield marks, and the format that applies if the vocabulary or the prompt with tools has one of the marks."""
     members = (Member("name", "name"), Member("arguments", "arguments"))
     objects = CallFormat(Style.JSON, separator=", ", members=members)
     yield (

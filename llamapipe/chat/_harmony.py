@@ -1,11 +1,11 @@
 """The "harmony" format of gpt-oss: an answer is a sequence of messages, each with a channel and perhaps a recipient.
 
 Source: openai/harmony, docs/format.md. The channel "analysis" holds reasoning, "final" the answer, and "commentary" a
-call or text that introduces one. A prompt ends with ``<|start|>assistant``, so the first message begins after that
+call or text that introduces a call. A prompt ends with ``<|start|>assistant``, so the first message begins after that
 text.
 
 Models deviate from this format: they call tools in the channel "analysis", call unknown tools, or begin a header inside
-another one. A message to an unknown recipient is not meant for the user, so it is left out.
+another header. A message to an unknown recipient is not meant for the user. The reader leaves it out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", 
 _CONSTRAIN, _RETURN = "<|constrain|>", "<|return|>"
 _ENDS = (END, _RETURN, CALL)
 _ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
-# From reasoning to the answer.
+# The text that ends reasoning and begins the answer.
 FINAL = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 MARKERS = AnswerMarkers(
     ReasoningMarkers(_ANALYSIS, END),
@@ -44,7 +44,7 @@ _NOT_TOOLS = (_AUTHOR, "user")
 
 
 def is_harmony(prompt: str, calls: str | None) -> bool:
-    """Return whether a template writes this format, judging by a rendered prompt and the text of a call."""
+    """Return whether a template writes this format, judging by a rendered prompt and the text of calls, if any."""
     return prompt.rstrip().endswith(START + _AUTHOR) and (
         calls is None or (CHANNEL in calls and MESSAGE in calls)
     )
@@ -53,7 +53,7 @@ def is_harmony(prompt: str, calls: str | None) -> bool:
 def harmony_grammar(answer: AnswerGrammar, literals: Literals) -> str:
     """Return the Lark grammar of an answer: analysis, then text or calls.
 
-    Some tokenizers put a space before names.
+    Optional spaces precede names, because some tokenizers put a space there.
     """
     rules = Rules(literals)
     text = literals.text
@@ -155,7 +155,7 @@ class HarmonyReader:
             yield from buffer.until(_ENDS, _leave_out)
             return
         space, channel = channels[-1] if channels else ("", "")
-        if space and recipient is None:  # then the tokenizer also puts one before the text
+        if space and recipient is None:  # the tokenizer then also puts a space before the text
             yield from buffer.skip(" ")
         if recipient is not None:
             buffer.record()

@@ -16,18 +16,18 @@ from llamapipe.chat._call_format import segments
 from llamapipe.structured.schema import SPACE, with_options
 
 SpecialId = Callable[[str], "int | None"]
-# The spaces that may follow an end marker (not all models write the template's newlines), and those between the parts
-# of JSON.
+# GAP: the spaces that may follow an end marker, because not all models write the template's newlines. SPACES: the
+# spaces between the parts of JSON.
 GAP, SPACES = "GAP?", "SP?"
 TERMINALS = f"GAP: /[ \\n]{{1,8}}/\nSP: /{SPACE}/"
 NOTHING = '""'
-# Any text, and any white space, as parts of regular expressions.
+# Parts of regular expressions for any text and for any white space.
 ANY, WHITE = "(?s:.*)", r"[ \t\r\n]*"
 _MOST_BITS = 64
 
 
 class Literals:
-    """Writes text as Lark. Markers that are one control token of the vocabulary become that token."""
+    """Writes text as Lark. A marker that is one control token of the vocabulary becomes that token."""
 
     def __init__(self, special_id: SpecialId) -> None:
         self._special_id = special_id
@@ -57,7 +57,7 @@ class Literals:
     def edge(self, text: str) -> str:
         """Return elements as ``text`` does, but let the spaces and newlines at both ends vary.
 
-        Without this freedom, a parser could not try two alternatives of which only one begins with a newline.
+        Otherwise, a parser could not try two alternatives if only one of them begins with a newline.
         """
         inner = text.strip()
         before = GAP if inner and text[0] != inner[0] else ""
@@ -71,7 +71,7 @@ class Rules:
     def __init__(self, literals: Literals) -> None:
         self._literals = literals
         self._lines: list[str] = []
-        # Names by attribute and body: equal ones, as of many arguments, are one rule.
+        # Names by attribute and body. Equal bodies, which many arguments have, share one rule.
         self._shared: dict[tuple[str, str], str] = {}
         self._recursive: dict[object, str] = {}
 
@@ -89,7 +89,7 @@ class Rules:
         return self.named("lazy", body, "[lazy]")
 
     def named(self, kind: str, body: str, attribute: str = "") -> str:
-        """Add a rule with this body; return its name, which begins with ``kind``."""
+        """Add a rule with this body, unless there is one; return its name, which begins with ``kind``."""
         if (attribute, body) not in self._shared:
             name = self._shared[attribute, body] = f"{kind}_{len(self._shared) + 1}"
             self.add(f"{name}[lazy]" if attribute == "[lazy]" else name, body)
@@ -105,7 +105,7 @@ class Rules:
     def in_any_order(self, members: Sequence[tuple[bool, str]], join: str = "") -> str:
         """Return the elements that match members in any order, each at most once, with ``join`` between them.
 
-        A member is a pair: whether it is required, and its elements.
+        A member is a pair: whether it is required, and its elements. More than 64 members keep their given order.
         """
         ordered = sorted(members, key=lambda member: not member[0])
         names = [self.named("member", body) for _, body in ordered]
@@ -117,7 +117,7 @@ class Rules:
         key = (tuple(names), n_required, join)
         if key in self._recursive:
             return self._recursive[key]
-        # The parameter of a rule has a bit for each member that was written.
+        # The rule's parameter has a bit for each member. The bit is set once the member has been written.
         end = f'"" %if is_ones([0:{n_required}])' if n_required else NOTHING
         rest = f"more_{len(self._lines)}"
         start = f"first_{len(self._lines)}"
@@ -131,10 +131,10 @@ class Rules:
         return self._recursive[key]
 
     def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
-        """Return elements for members in a fixed order: there are too many for ``in_any_order``."""
+        """Return elements for members in a fixed order, because they are too many for ``in_any_order``."""
         if not join:
             return " ".join(body if required else f"({body})?" for required, body in members)
-        after = ""  # of the members that follow one
+        after = ""  # the elements of the members that follow
         whole = NOTHING
         for i in range(len(members) - 1, -1, -1):
             required, body = members[i]

@@ -1,9 +1,9 @@
 """Reads text that arrives in parts. The result does not depend on where the parts were cut.
 
 Readers are generators: they yield where they need more text. A decision depends only on text that has arrived, and
-later text never reverses it.
+later text never reverses the decision.
 
-``AnswerOutput`` collects the content, reasoning and calls that they read.
+``AnswerOutput`` collects the content, reasoning and calls that readers find.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Malformed(Exception):  # noqa: N818  (not an error: the text is something 
 class TextBuffer:
     """Text that has arrived and has not been consumed.
 
-    ``ended`` is set when no more text follows, ``cut_off`` if the model was stopped before it had finished.
+    ``ended``: no more text follows. ``cut_off``: the model was stopped before it had finished.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class TextBuffer:
         return len(self.text) - self.at
 
     def next_is(self, characters: str) -> bool:
-        """Return whether the next character is one of these."""
+        """Return whether the next character has arrived and is one of ``characters``."""
         return self.at < len(self.text) and self.text[self.at] in characters
 
     def take(self, n: int) -> str:
-        """Consume ``n`` characters."""
+        """Consume and return ``n`` characters."""
         text = self.text[self.at : self.at + n]
         self.at += n
         if self._recorded is not None:
@@ -70,15 +70,15 @@ class TextBuffer:
         return text
 
     def unread(self, text: str) -> None:
-        """Put consumed text back before the rest."""
+        """Put ``text`` back before the rest, to be read again."""
         self.text, self.at = text + self.rest, 0
 
     def record(self, start: str = "") -> None:
-        """Start recording consumed text."""
+        """Start recording consumed text. ``start``: the beginning of the record."""
         self._recorded = [start]
 
     def recorded_so_far(self) -> str:
-        """Return the text consumed since ``record``."""
+        """Return the text consumed since ``record``; continue recording."""
         return "".join(self._recorded or ())
 
     def recorded(self) -> str:
@@ -99,7 +99,7 @@ class TextBuffer:
 
         Returns the marker; None if the text ended first. Text that may be the start of a marker is held back until more
         text decides. ``shows_partial``: show an incomplete marker at the end of the text, unless the text was cut off.
-        ``takes_marker``: consume the marker, too.
+        ``takes_marker``: consume the marker, too; if False, the marker is the next text.
         """
         pattern = _pattern(markers)
         while True:
@@ -111,8 +111,8 @@ class TextBuffer:
             if is_whole and not is_cut:
                 held = len(self.text)
             elif match and is_run(match.group()) and match.end() == len(self.text):
-                held = match.start()  # one more of its character would move it
-            if match and match.start() < held:  # and later text cannot make it a longer marker
+                held = match.start()  # one more of the marker's character would move the marker
+            if match and match.start() < held:  # later text cannot make it a longer marker
                 show(self.take(match.start() - self.at))
                 return self.take(len(match.group())) if takes_marker else match.group()
             show(self.take(min(held, safe) - self.at))
@@ -148,7 +148,10 @@ class TextBuffer:
         return is_next
 
     def expect(self, text: str) -> Reading[None]:
-        """Consume ``text``, but ignore spaces at its ends, also in the buffer. Raises Malformed."""
+        """Consume ``text`` and the spaces before it; spaces at its ends are optional. Raises Malformed without it.
+
+        If ``text`` ends with a space, the spaces after it are consumed as well.
+        """
         yield from self.spaces()
         inner = text.strip(_SPACES)
         if inner:
@@ -158,7 +161,7 @@ class TextBuffer:
                 yield from self.spaces()
 
     def take_while(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Consume the longest text that matches ``pattern``, a repetition of single characters."""
+        """Consume and return the longest text that matches ``pattern``, a repetition of single characters."""
         taken = ""
         while True:
             match = pattern.match(self.text, self.at)
@@ -168,13 +171,13 @@ class TextBuffer:
             yield
 
     def spaces(self) -> Reading[str]:
-        """Consume spaces and newlines."""
+        """Consume and return spaces, tabs and newlines."""
         return self.take_while(_SPACE_RUN)
 
     def one_of(self, texts: Iterable[str]) -> Reading[str]:
-        """Consume one of ``texts``, none of which is a prefix of another.
+        """Consume and return one of ``texts``, none of which is a prefix of another.
 
-        Raises Malformed as soon as none can follow.
+        Raises Malformed as soon as none of them can follow.
         """
         while True:
             for text in texts:
@@ -222,14 +225,15 @@ class TextBuffer:
         return self.n > 0
 
 
-# Two characters, of which the first is in no word: the end of an answer that was cut off is hardly anything else.
+# At the end of an answer that was cut off, an incomplete marker that begins like this is dropped. Other text, such as a
+# word or a single character, may belong to the answer.
 _PART_OF_MARKER = re.compile(r"\W\S")
 
 
 @lru_cache(maxsize=256)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(markers, key=len, reverse=True)
-    # After "</b>" the last three of ">>>>" are the marker ">>>".
+    # In "</b>>>>", the last three characters are the marker ">>>".
     ends = (f"(?!{re.escape(marker[0])})" if is_run(marker) else "" for marker in longest_first)
     return re.compile(
         "|".join(map("".join, zip(map(re.escape, longest_first), ends, strict=True))) or r"(?!)"
@@ -245,17 +249,17 @@ class _Expect(Enum):
     """The part of a JSON value that the next character belongs to."""
 
     VALUE = auto()
-    FIRST_ITEM = auto()  # or the end of the array
+    FIRST_ITEM = auto()  # an item, or the end of the array
     NEXT_ITEM = auto()  # a comma, or the end of the array
     KEY = auto()
-    FIRST_KEY = auto()  # or the end of the object
+    FIRST_KEY = auto()  # a key, or the end of the object
     NEXT_MEMBER = auto()  # a comma, or the end of the object
     COLON = auto()
     STRING = auto()  # the rest of a string
     ESCAPE = auto()
     NUMBER = auto()
     LITERAL = auto()
-    END = auto()  # nothing more
+    END = auto()  # the value is complete
 
 
 _VALUES = {
@@ -265,7 +269,7 @@ _VALUES = {
     **dict.fromkeys("-0123456789", _Expect.NUMBER),
     **dict.fromkeys("tfn", _Expect.LITERAL),
 }
-# What is expected after each character; END ends the object or array.
+# The part that each character begins. END: the character ends the object or array.
 _FOLLOWING = {
     _Expect.VALUE: _VALUES,
     _Expect.FIRST_ITEM: {**_VALUES, "]": _Expect.END},
@@ -278,13 +282,13 @@ _FOLLOWING = {
 
 
 class _JsonScanner:
-    """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of it."""
+    """Follows the syntax of one JSON value to its end, or to the first character that cannot be part of the value."""
 
     def __init__(self) -> None:
         self.failed = False
         self._expect = _Expect.VALUE
-        self._after = [_Expect.END]  # of the value or key that is being read, and of those around it
-        self._token = ""  # of an escape, a number or a literal
+        self._after = [_Expect.END]  # the parts after the current value or key and those around it
+        self._token = ""  # the characters of an escape, a number or a literal
 
     @property
     def done(self) -> bool:
@@ -306,7 +310,7 @@ class _JsonScanner:
                 if not _NUMBER.fullmatch(self._token):
                     self.failed = True
                     break
-                self._expect = self._after[-1]  # and this character belongs to what follows
+                self._expect = self._after[-1]  # this character belongs to the next part
                 continue
             if not self._accepts(text[at]):
                 self.failed = True
@@ -315,7 +319,7 @@ class _JsonScanner:
         return at
 
     def _accepts(self, character: str) -> bool:
-        """Take one character; return False if it cannot follow."""
+        """Take one character; return False if the character cannot be the next one."""
         expect = self._expect
         if expect is _Expect.STRING:
             self._expect, self._token = self._after[-1] if character == '"' else _Expect.ESCAPE, ""
@@ -378,23 +382,23 @@ class AnswerOutput:
         self._buffer = buffer
         self._separates = reasoning_format != "none"
         self._shows_marks = reasoning_format in ("none", "deepseek-legacy")
-        # A marker of reasoning that the prompt ends with, and that no text of it follows yet.
+        # The start marker of reasoning at the end of the prompt, until text of the reasoning follows.
         self.opened = ""
         self._stream_calls = stream_calls
         self._control = _pattern(tuple(sorted(control)))
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._deltas: list[ToolCallDelta] = []
-        self._spaces = ""  # at the end of content: dropped if a call follows
+        self._spaces = ""  # the spaces at the end of content, which are dropped if a call follows
         self._reasoning_spaces = ""
         self._after_call = False
         self._any_content = False
         self._any_reasoning = False
         self._begun = False  # a part of a call was returned, and the call is not complete
-        self.n_calls = 0  # that were read
-        self._held: list[ToolCallDelta] = []  # of the call that is being read
+        self.n_calls = 0  # the number of calls that were read
+        self._held: list[ToolCallDelta] = []  # the deltas of the call that is being read
         self.ended_in_call = False  # the text ended within a call of which a part was returned
-        # A call that the end of the text cuts off is dropped, else it is content.
+        # True if a call that the end of the text cuts off is dropped; False if such a call becomes content.
         self.drops_incomplete = False
 
     def piece(self) -> ChatPiece:
@@ -432,7 +436,7 @@ class AnswerOutput:
             self._reasoning_spaces += text
 
     def mark(self, text: str) -> None:
-        """Add a marker of reasoning or the spaces around it. These are content only if reasoning is."""
+        """Add a marker of reasoning or the spaces around it. They become content only if reasoning does."""
         if self._shows_marks and text:
             self.content(self.opened + text)
             self.opened = ""
@@ -452,7 +456,7 @@ class AnswerOutput:
         self._spaces = ""
 
     def finish(self) -> None:
-        """End the text."""
+        """End the output. Held spaces become content, except after a call."""
         if self._spaces and not self._after_call:
             self._content.append(self._spaces)
         self._spaces = ""
@@ -504,7 +508,7 @@ class AnswerOutput:
 
     def give_back(self) -> None:
         """Turn text that was wrongly read as a call into content."""
-        if self._begun:  # it stays unfinished
+        if self._begun:  # the returned part of the call stays unfinished
             self._begun = False
             self.n_calls += 1
             if self._buffer.ended:
@@ -528,7 +532,7 @@ class AnswerOutput:
 
 
 class HeldCalls(AnswerOutput):
-    """Calls that may prove to be text. Each has a name, the model's id, and the text of its arguments."""
+    """Collects calls that may prove to be text, each with its name, the model's id, and the text of its arguments."""
 
     def __init__(self, buffer: TextBuffer) -> None:
         super().__init__(buffer, False)

@@ -1,9 +1,9 @@
 """The arguments of one tool: their schemas, and their values from the text between markers.
 
 Some templates write each argument of a call separately, as in ``<parameter=city>Paris</parameter>``. Arguments may come
-in any order. A string is written as it is, any other value as JSON. If a schema allows strings and another type, a text
-that looks like a value of the other type is one: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an object.
-This includes Python's spelling, which many templates show to the model: ``None``, ``True``, ``{'a': 1}``.
+in any order. A string is written as it is, and any other value as JSON. If a schema allows strings and another type, a
+text that looks like the other type is read as that type: ``42`` is a number where numbers are allowed, ``{"a": 1}`` an
+object. Python's spelling, which many templates show to the model, is read as well: ``None``, ``True``, ``{'a': 1}``.
 ``_argument_grammar.py`` writes the grammar of such arguments.
 """
 
@@ -21,7 +21,7 @@ from llamapipe.chat._reader import Malformed, TextBuffer
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import json_type, pointer_to, resolved
 
-_DEEP = 40  # levels of a value that are compared with the schema
+_DEEP = 40  # levels of a value that are compared with its schema
 _SHARED = ("$defs", "definitions")
 NOTES = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
@@ -100,7 +100,10 @@ class TaggedArguments:
             raise InvalidRequestError(f"an argument must not be called {quoted(name)} in this model's calls")
 
     def resolved(self, schema: Any) -> dict[str, Any]:
-        """Return the schema at the end of a chain of local references; an ``allOf`` of one schema is that schema."""
+        """Return the schema at the end of a chain of local references; an ``allOf`` of one schema is that schema.
+
+        Raises InvalidRequestError for a missing target, a circle, and a value that is no schema or allows nothing.
+        """
         for _ in range(20):
             if schema is True:
                 return {}
@@ -128,18 +131,19 @@ class TaggedArguments:
         raise InvalidRequestError("parameters: a reference refers to itself")
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a part of the parameters, with the definitions it can refer to."""
+        """Return the schema of a part of the parameters with the definitions to which it may refer."""
         return {**{key: self._root[key] for key in _SHARED if key in self._root}, **schema}
 
     # ---- what a schema allows
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself."""
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return [other for option in schema[key] for other in self.alternatives(self.resolved(option))]
         return [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
-        """Return the types that a schema allows; "string", "any" and "null" if it names no type."""
+        """Return the JSON types that a schema names or implies; "string", "any" and "null" if every type is allowed."""
         types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
@@ -163,25 +167,25 @@ class TaggedArguments:
         return self.properties.get(key, self.open_schema)
 
     def is_text(self, key: str) -> bool:
-        """Return whether an argument's text is always its value. Such text can be returned as it arrives."""
+        """Return whether an argument's text is always its value, so that the text can be returned as it arrives."""
         schema = self.schema(key)
         return choices(schema) is None and self.types(schema) == {"string"}
 
     def may_be_text(self, key: str) -> bool:
-        """Return whether every string is a valid argument."""
+        """Return whether an argument may be a string that no ``enum`` or ``const`` restricts."""
         schema = self.schema(key)
         return choices(schema) is None and "string" in self.types(schema)
 
     def is_json(self, key: str) -> bool:
-        """Return whether an argument is an object, an array or another value that is not a string."""
+        """Return whether an argument is never a string, and no ``enum`` or ``const`` restricts it."""
         schema = self.schema(key)
         return choices(schema) is None and "string" not in self.types(schema)
 
     def value(self, key: str, text: str, is_text: bool | None = None) -> Any:
         """Return the value of an argument from the text between its markers.
 
-        ``is_text``: True if the markers say that it is a string, False if they say that it is not, else None. Raises
-        ValueError for a text that is neither JSON nor a string that the schema allows.
+        ``is_text``: True if the markers say that the value is a string, False if they say that it is not, else None.
+        Raises ValueError for a text that must be JSON or a Python literal and is neither.
         """
         form = self.form
         if form.key_end.endswith("\n"):
@@ -252,9 +256,9 @@ class TaggedArguments:
         return True
 
     def typed(self, schema: dict[str, Any], value: Any) -> Any:
-        """Convert a value that was read in the syntax of the calls to the types of its schema.
+        """Convert a value that was read from a call to the types of its schema.
 
-        Models also quote values other than strings.
+        Models also put quotes around values other than strings, so a string is converted where none is allowed.
         """
         if isinstance(value, str):
             try:
@@ -285,7 +289,7 @@ class TaggedArguments:
         return self.resolved(first[index] if index < len(first) else option.get("items") or {})
 
     def shaped(self, schema: dict[str, Any], value: Any) -> Any:
-        """Convert the text or members of a value in the style NESTED to the value. Raises ValueError."""
+        """Convert the text or members of a value in the style NESTED to the value. Raises ValueError as ``value``."""
         for option in self.alternatives(schema):
             for choice in choices(option) or ():
                 if self._node(choice) == value:
@@ -312,7 +316,7 @@ class TaggedArguments:
 
 
 def _in_range(schema: dict[str, Any], value: float) -> bool:
-    """Return whether a number is within the bounds of a schema, and a multiple of its step."""
+    """Return whether a number is within a schema's bounds and a multiple of its ``multipleOf``."""
     step = schema.get("multipleOf")
     return (
         schema.get("minimum", value) <= value <= schema.get("maximum", value)
@@ -328,7 +332,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError."""
+    """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError for other text."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -348,7 +352,7 @@ def _literal(text: str) -> Any:
         raise e
 
 
-# Where a string is also allowed, a text that matches one of these is a value of that type.
+# Where a schema also allows strings, a text that matches one of these patterns is read as a value of that type.
 _INTEGER = "-?(0|[1-9][0-9]*)"
 _LOOKS = {
     "integer": _INTEGER,
@@ -358,12 +362,12 @@ _LOOKS = {
     "object": r"\{(?s:.*)\}",
     "array": r"\[(?s:.*)\]",
 }
-# Types whose literals Python writes in another way than JSON.
+# Types whose literals differ between Python and JSON.
 _PYTHON = ("boolean", "null", "object", "array")
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the values of ``enum`` or ``const``, without those that ``type`` excludes; None if there is neither."""
+    """Return the value of ``const``, or the values of ``enum`` that ``type`` allows; None if there is neither."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")

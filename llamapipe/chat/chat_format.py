@@ -1,4 +1,4 @@
-"""The format of a template's answers: one object per template makes the grammars and parsers of its answers."""
+"""The format of a template's answers. ``ChatFormat`` makes the grammars and parsers of one template's answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ChatFormat:
     ``of`` detects the format once per template and set of template arguments. ``grammar`` and ``parser`` return the
     grammar and the parser for a request.
 
-    - ``supports_tools``: the template writes tool calls in a format that was recognised.
+    - ``supports_tools``: the template writes tool calls in a recognised format.
     - ``shows_tools``: the template has a place for the definitions of tools.
     - ``markers``: the markers of reasoning and text. ``reasoning``: the pair around reasoning, or None.
     - ``reasoning_off``: template arguments that switch reasoning off, such as ``{"enable_thinking": False}``.
-    - ``has_efforts``: the template writes ``reasoning_effort``.
+    - ``has_efforts``: the template's output depends on ``reasoning_effort``.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ChatFormat:
 
         ``special_id`` returns the token's id if the text is one control token of the vocabulary, else None. ``is_eog``
         returns whether a token ends generation. Such a token is never part of a call, although templates write it after
-        calls. ``usual``: if ``render`` has template arguments, the format without them. It applies unless the texts
-        with template arguments contradict it: with documents, for example, templates show less than in a plain chat.
+        calls. ``usual``: if ``render`` has template arguments, the format without them. ``usual`` applies unless the
+        texts with template arguments contradict it, because templates may then show less, for example with documents.
         """
         probe = TemplateProbe(render)
         chat_format = cls._of(probe, special_id, is_eog)
@@ -127,7 +127,7 @@ class ChatFormat:
 
     @property
     def supports_tools(self) -> bool:
-        """True if the template writes tool calls in a format that was recognised."""
+        """True if the template writes tool calls in a recognised format."""
         return self._harmony or self.calls is not None
 
     @property
@@ -152,10 +152,11 @@ class ChatFormat:
           to call. ``parallel``: several calls are allowed if the template can write several.
         - ``prompt_tail``: the end of the rendered prompt, which may have begun or closed the reasoning.
         - ``schema``: the JSON schema of the text after the reasoning; with "auto", the answer is such JSON or calls.
-          ``whitespace``: the whitespace allowed in it, as in ``SamplingParams.json_whitespace``. ``plain``: a call may
-          also be plain JSON; see ``differs_from_calls``.
+          ``whitespace``: the whitespace allowed in that JSON, as in ``SamplingParams.json_whitespace``. ``plain``: with
+          "auto", a call may also be plain JSON; see ``differs_from_calls``.
 
-        Raises InvalidRequestError if the template cannot write calls, or a schema cannot be followed exactly.
+        Raises InvalidRequestError if there is no such tool, if the template cannot write calls, or if a schema cannot
+        be followed exactly.
         """
         used = (
             [] if tool_choice == "none" else [t for t in tools if tool_choice in ("auto", "required", t.name)]
@@ -179,7 +180,7 @@ class ChatFormat:
             whitespace=whitespace,
             text_starts=self.markers.text_starts,
             text_end=self.markers.text_end,
-            # One token ends generation, where it is the template's.
+            # A ``turn_end`` of a single token ends generation, so the grammar needs only a longer ``turn_end``.
             turn_end=self.markers.turn_end if n_tags(self.markers.turn_end) > 1 else "",
             plain=plain and tool_choice == "auto",
             prompted=self._prompted(prompt_tail),
@@ -191,7 +192,7 @@ class ChatFormat:
     def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
         """Return the tool with any JSON object as its arguments, for a schema that no grammar can express.
 
-        ``keeps_types``: keep an argument's type if its text alone does not show whether it is a string.
+        ``keeps_types``: in the style TAGGED, keep the arguments' types, because a text there may be a string or JSON.
         """
         anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
         if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:
@@ -224,8 +225,8 @@ class ChatFormat:
 
         ``stream_calls``: return a call's arguments as they arrive. Use it only if the grammar constrains the answer.
         ``lenient``: with "auto", read an answer that consists of calls in plain JSON as calls; ``parallel`` allows
-        several. ``reasoning_format``: see ``ChatParser``. ``continues``: the answer continues a message, so its caller
-        already has the part that is in the prompt.
+        several. ``reasoning_format``: see ``ChatParser``. ``continues``: the answer continues a message, so the caller
+        already has the reasoning marker at the end of the prompt.
         """
         start = "" if self.reasoning is None else self.reasoning.start
         is_open = self._is_open(prompt_tail)
@@ -259,8 +260,8 @@ class ChatFormat:
     ) -> str:
         """Return the ``prompt_tail`` for a prompt that ends inside its last message.
 
-        ``part``: "content" or "reasoning". Raises InvalidRequestError if the template's messages cannot be continued by
-        a constrained answer.
+        ``part``: the part of the message to continue, "content" or "reasoning". Raises InvalidRequestError if a
+        constrained answer cannot continue the template's messages.
         """
         if part == "reasoning" and self.reasoning is not None:
             return self.reasoning.start
@@ -304,7 +305,7 @@ _NOTES = ("title", "description", "$comment", "default", "examples", "deprecated
 
 
 def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove a schema's annotations in place, and return it. They are most of the text of many tools."""
+    """Remove a schema's annotations in place; return the schema. Annotations are most of the text of many tools."""
     for _, part in subschemas(schema):
         for name in _NOTES:
             part.pop(name, None)
@@ -312,7 +313,7 @@ def _without_notes(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def differs_from_calls(schema: Schema) -> bool:
-    """Return True unless a schema lists both members of a call, ``name`` and ``arguments``."""
+    """Return False if a schema lists both members of a call, ``name`` and ``arguments``; else True."""
     return not {"name", "arguments"} <= {
         name
         for _, part in subschemas(schema_object(schema))

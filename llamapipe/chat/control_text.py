@@ -1,9 +1,9 @@
 """Keeps control tokens out of the callers' text: only the template may write them.
 
-A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered, a mark is
-inserted into every such text: a character that the conversation does not contain. In the rendered prompt, the
-template's own control tokens are found first. Then the marks are removed from the text between these tokens, and this
-text is tokenized as plain text.
+A message may hold the text of a control token, such as ``<|im_end|>``. Before a conversation is rendered,
+``ControlTexts.marked`` inserts a mark into every such text. The mark is a character that the conversation does not
+contain. In the rendered prompt, ``tokenized`` first finds the template's own control tokens. Then it removes the marks
+from the text between these tokens, and tokenizes this text as plain text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NAME = re.compile(r"\w*", re.ASCII)
 class SpecialToken(NamedTuple):
     """A token that is matched in a text before the tokenizer runs.
 
-    ``is_control``: the token is matched only if special tokens are parsed. Others, defined by the model's authors, are
-    always matched. ``strips_left``, ``strips_right``: white space before or after it is dropped.
+    ``is_control``: the token is matched only if special tokens are parsed. User-defined tokens, which are not control
+    tokens, are always matched. ``strips_left``, ``strips_right``: white space before or after the token is dropped.
     """
 
     text: str
@@ -34,9 +34,10 @@ class SpecialToken(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """``character``: inserted into the text of a control token. ``escape``: the same character in JSON's ASCII form.
+    """The characters that mark the text of control tokens.
 
-    ``stand_in``: replaces the text of a control token that has a single character.
+    ``character``: inserted into the text. ``escape``: the same character in JSON's ASCII form. ``stand_in``: replaces
+    the text of a control token that has a single character.
     """
 
     character: str
@@ -66,13 +67,16 @@ class ControlTexts:
         return None if match is None else match.group()
 
     def marked(self, text: str, mark: Mark) -> str:
-        """Mark each control token's text in ``text``, and an end or start that the template could complete to one."""
+        """Mark each control token's text in ``text``.
+
+        Also mark the beginning and the end of ``text`` if the template could complete them to a control token.
+        """
         if self._pattern is None or not text:
             return text
-        # A mark in one text may leave another that overlaps with it.
+        # Overlapping texts of control tokens need several passes.
         while self._pattern.search(text):
             text = self._pattern.sub(lambda match: self._broken(match.group(), mark), text)
-        # Templates trim contents, so the ends are those of the text without white space.
+        # Templates trim contents, so white space at the ends does not count.
         core = text.strip()
         start = text.find(core)
         before, after = text[:start], text[start + len(core) :]
@@ -151,8 +155,8 @@ def tokenized(
     """Tokenize a rendered conversation in which the callers' texts are marked.
 
     ``tokenize``: takes a text, and whether to add and to parse special tokens. ``added``: the tokens that ``tokenize``
-    adds before and after a text. ``media_mark``: the mark around images and sounds, whose tokens are negative; or
-    empty.
+    adds before and after a text. ``media_mark``: the mark around the numbers of images and sounds; empty without any.
+    Number ``n`` becomes the token ``-1 - n``.
     """
     text = text.replace(mark.escape, mark.character)
     if mark.character not in text and not media_mark:
@@ -163,7 +167,7 @@ def tokenized(
         if isinstance(part, int):
             tokens.append(part)
         elif plain := controls.unmarked(part, mark):
-            # Every second piece is the number of an image.
+            # Every second piece is the number of an image or a sound.
             for i, piece in enumerate(
                 re.split(f"{media_mark}([0-9]+){media_mark}", plain) if media_mark else [plain]
             ):

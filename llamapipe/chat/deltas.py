@@ -1,6 +1,6 @@
 """Converts the deltas of a text stream to deltas of a chat: content, reasoning, tool calls.
 
-Open this file to change when a part of an answer reaches its reader.
+Open this file to change when the caller receives a part of an answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DeltaParser:
-    """Converts the text deltas of a request to chat deltas. Tokens without visible text go with the next one."""
+    """Converts the text deltas of a request to chat deltas. Tokens without visible text go into the next chat delta."""
 
     def __init__(self, parser: ChatParser | None, n_prompt_tokens: int) -> None:
         self.n_prompt_tokens = n_prompt_tokens
@@ -57,7 +57,7 @@ class DeltaParser:
         )
 
     def _with_tokens(self, delta: ChatDelta) -> ChatDelta:
-        """Return the delta with the tokens that were kept for it."""
+        """Return the delta with the tokens and logprobs of earlier deltas that showed nothing."""
         if not self._token_ids:
             return delta
         ids, logprobs = (*self._token_ids, *delta.token_ids), delta.logprobs

@@ -1,7 +1,7 @@
 """Replaces lone surrogates with U+FFFD. Use it wherever text comes from JSON or is written as JSON.
 
-A program that cuts an emoji between its two UTF-16 units leaves half of it, a lone surrogate. JSON can escape it and
-Python can hold it in a str, but UTF-8 cannot encode it, so no tokenizer and no response accepts it.
+A program that cuts an emoji between its two UTF-16 units leaves a lone surrogate. JSON can escape a lone surrogate and
+Python can hold it in a str, but UTF-8 cannot encode it. So no tokenizer and no response accepts it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any
 
-# A pair of escapes is kept. An even number of backslashes before an escape is text, so the escape counts.
+# A pair of escapes stays as it is. After an even number of backslashes, which are text, an escape is real.
 _ESCAPES = (
     r"(?<!\\)((?:\\\\)*)(?:(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -22,12 +22,12 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def whole(text: str) -> str:
-    """Return the text with U+FFFD for lone surrogates. A pair becomes its character."""
+    """Return the text with U+FFFD for lone surrogates. A pair of surrogates becomes its character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def whole_values(value: Any) -> Any:
-    """Return a JSON value with ``whole`` applied to all its texts."""
+    """Return a JSON value with ``whole`` applied to all its texts, including the keys of objects."""
     if isinstance(value, str):
         return value if value.isascii() else whole(value)
     if isinstance(value, Mapping):
@@ -50,4 +50,4 @@ def whole_json_bytes(body: bytes) -> bytes:
     """
     unknown = _UNKNOWN.encode()
     data = _IN_BYTES.sub(lambda match: match[0] if match[2] else (match[1] or b"") + unknown, body)
-    return data.lstrip(BOM_UTF8)  # however often: what it returns is returned as it is
+    return data.lstrip(BOM_UTF8)  # all marks, so that a second call changes nothing

@@ -2,9 +2,9 @@
 
 Open this file to change which parts of a message are images or sounds, and how a prompt refers to them.
 
-Each is replaced by its number between two marks, where a mark is a character that the conversation does not contain. A
-template copies these like any other text. So templates need no support for images, and a caller's text cannot pass for
-an image.
+The number of an image or a sound, between two marks, replaces it. A mark is a character that the conversation does not
+contain. A template copies marks and number like any other text. So templates need no support for images, and a caller's
+text cannot pass for an image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _place(index: int, i: int) -> str:
 
 
 def _parts(messages: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    """Yield each part of a content, after the index of its message and its own."""
+    """Yield the index of a message, the index of a part in its content, and the part, for all parts."""
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for i, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
@@ -32,7 +32,10 @@ def _parts(messages: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 
 def _changed(messages: Sequence[Any], change: Callable[[int, int, Any], list[Any]]) -> list[Any]:
-    """Return the messages with each part of a content replaced by the parts that ``change`` returns."""
+    """Return the messages with each part of a content replaced by the parts that ``change`` returns for it.
+
+    ``change`` gets the index of the message, the index of the part, and the part.
+    """
     return [
         {
             **message,
@@ -45,7 +48,7 @@ def _changed(messages: Sequence[Any], change: Callable[[int, int, Any], list[Any
 
 
 def first_media(messages: Any) -> tuple[str, str] | None:
-    """Return the place and the type of the first image or sound in messages; None if there is none."""
+    """Return the place and the part's type of the first image or sound in messages; None if there is none."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return None
     media = ((_place(index, i), part["type"]) for index, i, part in _parts(messages) if is_media(part))
@@ -55,7 +58,7 @@ def first_media(messages: Any) -> tuple[str, str] | None:
 def with_paths_below(messages: Any, folder: Path | None) -> Any:
     """Return a client's messages with each path of an image or a sound resolved below ``folder``.
 
-    Raises as ``path_below`` does. Other faults of messages are left to the checks of messages.
+    Raises as ``path_below`` does. ``check_messages`` finds all other faults of messages.
     """
     if first_media(messages) is None:
         return messages
@@ -72,7 +75,7 @@ def with_paths_below(messages: Any, folder: Path | None) -> Any:
 def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
     """Return the messages with text in place of media, the mark around the media's numbers, and the media.
 
-    The messages must have at least one. Raises InvalidRequestError and TypeError, which name the place.
+    The messages must have at least one image or sound. Raises InvalidRequestError and TypeError, which name the place.
     """
     media: list[Given] = []
     numbers: dict[tuple[int, int], int] = {}
@@ -98,7 +101,8 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
 def check_shown(messages: Any, mark: str, tokens: Sequence[int], places: Sequence[str]) -> None:
     """Raise InvalidRequestError if a template left out an image or a sound, or wrote it twice.
 
-    ``places``: the places of all media of the call, including media of other messages.
+    ``tokens``: the result of ``tokenized``. ``places``: the places of all media of the call, by their numbers,
+    including media of messages that were dropped.
     """
     pattern = re.compile(f"{mark}([0-9]+){mark}")
     texts = (text for message in messages for text in _texts(message.get("content")))

@@ -1,11 +1,11 @@
 """Prepares messages for templates: checks them, reduces them to plain JSON, and converts them to the templates' forms.
 
-``kept_messages`` drops the oldest turns of a conversation that does not fit into the context; the engine
+``kept_messages`` drops the oldest turns of a conversation that does not fit into the context. The engine
 (``truncation="auto"``), the server and ``llamapipe chat`` use it. A turn begins with a user's message and includes all
 results of its tool calls. Turns are dropped until the conversation fills half of the context or, with long tools and
-system messages, half of what these leave. If turns were dropped only until the conversation fits, every later prompt
-would begin differently, and the prefix cache could not serve it. A caller sends the whole conversation each time, and
-the same turns must be dropped each time. So the function replays how the conversation grew.
+system messages, half of the rest. If turns were dropped only until the conversation fits, every later prompt would
+begin differently, and the prefix cache could not serve it. A caller sends the whole conversation each time, and the
+same turns must be dropped each time. So ``kept_messages`` replays how the conversation grew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_messages(messages: object) -> list[Message]:
     """Return the messages as plain dicts whose ``content`` is text.
 
     ``content`` may be None, text, or a list of parts with text. The arguments of tool calls become dicts. Arguments
-    that are not a JSON object, such as the arguments of a call that was cut off, stay text. Raises TypeError or
+    that are not a JSON object, such as the arguments of a call that was cut off, become text. Raises TypeError or
     InvalidRequestError, which name the message's index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -44,7 +44,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Copy a value as plain JSON: templates never see the caller's objects. Raises InvalidRequestError."""
+    """Copy a value as plain JSON, so that templates never see the caller's objects. Raises InvalidRequestError."""
     try:
         return json.loads(whole_json(json.dumps(value)))
     except (TypeError, ValueError, RecursionError) as e:
@@ -63,7 +63,7 @@ def _checked(index: int, message: object) -> Message:
         raise InvalidRequestError(f"{place} has no role{_misspelt('role', fields)}")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; it must be a name such as 'user'")
-    # Templates may define other roles, but a role that is one letter away from a usual one is a typo.
+    # Templates may define other roles, but a role that nearly equals a usual role is a typo.
     if role not in _ROLES and (near := get_close_matches(role, _ROLES, 1, 0.8)):
         raise InvalidRequestError(f"{place} has the role {quoted(role)}; did you mean {near[0]}?")
     if "content" not in fields and "tool_calls" not in fields and "refusal" not in fields:
@@ -72,7 +72,7 @@ def _checked(index: int, message: object) -> Message:
     if fields.get("content") is None and isinstance(refusal, str):
         fields["content"] = refusal
     fields["content"] = _text(place, fields.get("content"))
-    if fields.get("tool_calls") in (None, []):  # templates look whether there is such a list
+    if fields.get("tool_calls") in (None, []):  # templates check only whether the member exists
         fields.pop("tool_calls", None)
     else:
         fields["tool_calls"] = _calls(place, fields["tool_calls"])
@@ -80,7 +80,7 @@ def _checked(index: int, message: object) -> Message:
 
 
 def _misspelt(field: str, fields: Mapping[str, Any]) -> str:
-    """Return a hint for a message about a missing field: the given field that is probably a misspelling of it."""
+    """Return a hint that names a probable misspelling of a missing field; empty if there is none."""
     wrong = next((key for key in fields if key != field and nearest(str(key), [field]) is not None), None)
     return "" if wrong is None else f"; is {quoted(wrong)} meant to be {quoted(field)}?"
 
@@ -104,7 +104,7 @@ def _text(place: str, content: Any) -> str:
                 f"{place}: part {i} of the content is neither text nor an object with a type"
             )
         kind = part.get("type")
-        # Hosted models answer with a refusal instead of text.
+        # Hosted models may answer with a refusal instead of text.
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
             continue
@@ -141,7 +141,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 def _arguments(arguments: Any) -> dict[str, Any] | str:
     """Return the arguments of a call as an object, or as text if they are not an object.
 
-    Callers also send back answers that ``max_tokens`` ended within a call, whose arguments are not JSON.
+    Callers also send back answers that ``max_tokens`` ended within a call. The arguments of that call are not JSON.
     """
     if arguments is None or arguments == "":
         return {}
@@ -154,7 +154,7 @@ def _arguments(arguments: Any) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else arguments
 
 
-# The names of an assistant's reasoning in clients and templates.
+# The members of a message that hold an assistant's reasoning in clients and templates.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -166,7 +166,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
     """Return the part of the last message that an answer continues: "content", "reasoning", or empty for none.
 
-    ``asked``: the part, or True for the last one that the message has.
+    ``asked``: the part; True for the last part that the message has; False for none.
     """
     if asked is True:
         return "reasoning" if reasoning_of(message) and not message.get("content") else "content"
@@ -177,7 +177,8 @@ def continued_part(message: Mapping[str, Any], asked: bool | str) -> str:
 def with_reasoning_names(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the assistant's reasoning under every name that templates use.
 
-    gpt-oss uses ``thinking``. Its template refuses this member together with content, and shows it only before calls.
+    gpt-oss uses ``thinking``. Its template refuses ``thinking`` in a message with content, and shows it only before
+    calls.
     """
     chat = []
     for message in messages:
@@ -214,13 +215,13 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the arguments of all tool calls as objects.
 
-    Other text becomes the only member.
+    Arguments that are text become the object's only member, ``arguments``.
     """
     return with_arguments(messages, lambda value: {"arguments": value} if isinstance(value, str) else value)
 
 
 def text_arguments(messages: Sequence[Message]) -> list[str]:
-    """Return the arguments that are not objects."""
+    """Return the arguments of tool calls that are text, not objects."""
     return [
         call["function"]["arguments"]
         for message in messages
@@ -230,7 +231,7 @@ def text_arguments(messages: Sequence[Message]) -> list[str]:
 
 
 def with_merged_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the system message's text moved to the start of the first user message."""
+    """Return the messages with all system messages' text moved to the start of the first user message."""
     texts = [message["content"] for message in messages if message["role"] in SYSTEM_ROLES]
     others = [message for message in messages if message["role"] not in SYSTEM_ROLES]
     for i, message in enumerate(others):
@@ -245,8 +246,8 @@ def with_users_text(
 ) -> list[Message]:
     """Return the messages with the system messages at ``places`` in a form that a template shows there.
 
-    System messages directly after the first one are added to it. The others become text of the user. ``after_tools``:
-    the template accepts such text after the result of a tool; otherwise the text is added to that result.
+    System messages directly after the first one are added to it. The others become user messages. ``after_tools``: the
+    template accepts a user message after the result of a tool; otherwise the text is added to that result.
     """
     chat: list[Message] = []
     for i, message in enumerate(messages):
@@ -275,10 +276,10 @@ def with_joined_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with other ids replaced by nine letters and digits, as Mistral's templates want them.
+    """Return the messages with all ids of calls as nine letters and digits, the form that Mistral's templates need.
 
-    Histories may come from other models or have no ids. The same id becomes the same text in every request. A call
-    without an id gets the id of the result in its place.
+    Conversations may come from other models or have no ids. The same id becomes the same text in every request. A call
+    and a result without ids get the same id if they are in the same place.
     """
 
     def short(name: str) -> str:
@@ -309,7 +310,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with consecutive messages of the assistant joined, with the text before the calls."""
+    """Return the messages with consecutive messages of the assistant joined, up to a message with calls."""
     chat: list[Message] = []
     for message in messages:
         before = chat[-1] if chat else {}
@@ -322,7 +323,7 @@ def with_joined_answers(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with one call in each message of the assistant, before its result."""
+    """Return the messages with only one call in each message of the assistant, followed by its result."""
     chat: list[Message] = []
     results: list[Message] = []
     for i, message in enumerate(messages):
@@ -349,9 +350,9 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_called_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with tool results that follow no call turned into text of the user.
+    """Return the messages with tool results that follow no call turned into user messages.
 
-    Such results remain when a program has cut off the calls.
+    Such results remain when a program has removed the calls from the conversation.
     """
     chat: list[Message] = []
     follows_call = False
@@ -363,7 +364,10 @@ def with_called_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with unanswered calls, such as calls that ``max_tokens`` cut off, turned into text."""
+    """Return the messages with calls that have no result turned into text, such as calls that ``max_tokens`` cut off.
+
+    Calls in the last message stay.
+    """
     chat: list[Message] = []
     for message, after in zip(messages, [*messages[1:], {}], strict=True):
         if message.get("tool_calls") and after.get("role", "tool") != "tool":
@@ -376,7 +380,7 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_first_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with an empty user message before an answer at the start, such as a greeting."""
+    """Return the messages with an empty user message before an answer that begins the chat, such as a greeting."""
     n = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
     if n == len(messages) or messages[n]["role"] != "assistant":
         return list(messages)
@@ -396,7 +400,7 @@ def with_written_calls(
 ) -> list[Message]:
     """Return the messages with tool calls as part of their text.
 
-    ``written``: writes calls, each with an id, a name and arguments.
+    ``written``: returns the text of calls, each of which is an id, a name and arguments.
     """
     chat = []
     for message in messages:
@@ -413,7 +417,7 @@ def with_written_calls(
 
 
 def with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with empty reasoning in answers without reasoning."""
+    """Return the messages with an empty ``reasoning_content`` in answers that have none."""
     return [
         {"reasoning_content": "", **message} if message["role"] == "assistant" else message
         for message in messages
@@ -428,7 +432,10 @@ def with_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return the messages with the tools as JSON in the first system message, which is added if there is none."""
+    """Return the messages with the tools as JSON in the first system message.
+
+    If the first message is not a system message, an empty one is added.
+    """
     text = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "tools": text}, *messages[1:]]
@@ -443,7 +450,7 @@ def with_system_role(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools with a description of every parameter, empty where it was missing."""
+    """Return the tools with a description of every parameter. Missing descriptions become empty texts."""
     copies = []
     for tool in tools:
         function = tool["function"]
@@ -462,8 +469,8 @@ def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools with their parameters written as most templates expect them.
 
-    Each parameter is an object with one type, or none. Some templates convert types with a macro that calls itself for
-    unknown types, such as ``"null"``.
+    Each schema becomes an object whose ``type`` does not include "null", because some templates convert types with a
+    macro that calls itself without end for unknown types, such as ``"null"``.
     """
     return [
         {**tool, "function": {**function, "parameters": _plain_schema(function.get("parameters") or {})}}
@@ -474,7 +481,7 @@ def with_plain_schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def _plain_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
-        return {}  # True and False
+        return {}  # for the schemas True and False
     result = dict(schema)
     kinds = result.pop("type", None)
     others = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in ("null", None)]
@@ -491,14 +498,14 @@ def _plain_schema(schema: Any) -> Any:
     return result
 
 
-# Keywords whose value is a schema or a list of schemas, and those whose value has schemas by name.
+# Keywords whose value is a schema or a list of schemas, and keywords whose value has schemas by name.
 _OF_SCHEMA = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"})
 _OF_NAMES = frozenset({"properties", "$defs", "definitions"})
 
 
 MessageT = TypeVar("MessageT", bound=Mapping[str, Any])
 _RESULTS = ("tool", "function")
-# For each token of the context, of the turns that are looked at: older ones are gone anyway.
+# The characters of messages that are checked per token of the context. Older turns never fit.
 _MOST_CHARACTERS = 64
 
 
@@ -513,7 +520,7 @@ def kept_messages(
 
     The answer needs room for ``max_tokens``, but at most a quarter of ``n_ctx``, and for at least ``room`` tokens. The
     system messages at the beginning and the last turn stay; if they alone fill the context, nothing is dropped.
-    ``n_tokens``: counts the tokens of a prompt.
+    ``n_tokens``: returns the number of tokens in the prompt for messages.
     """
     n_free = _room(n_ctx, max_tokens, room)
     n_head = next(
@@ -543,7 +550,10 @@ def kept_messages(
 def kept_tokens(
     before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int = 1
 ) -> Sequence[int]:
-    """Return the tokens before a prompt, without the oldest if they leave too little room; see ``kept_messages``."""
+    """Return the tokens before a prompt, without the oldest if they leave too little room for the answer.
+
+    The answer needs the room that ``kept_messages`` describes. If tokens are dropped, the rest fills half of ``n_ctx``.
+    """
     if len(before) + n_prompt + _room(n_ctx, max_tokens, room) <= n_ctx:
         return before
     n_kept = max(n_ctx // 2 - n_prompt, 0)
@@ -556,11 +566,11 @@ def _room(n_ctx: int, max_tokens: int | None, least: int) -> int:
 
 
 def _turns(messages: list[MessageT]) -> list[list[MessageT]]:
-    """Return the messages in groups, each of which begins with a user message after a message of another role.
+    """Return the messages in turns, each of which begins with a user message after a message of another role.
 
-    A tool call and its result are in one group.
+    A tool call and its result are in the same turn.
 
-    Messages before the first user message, such as a greeting, belong to the first turn, because templates may refuse a
+    Messages before the first user message, such as a greeting, belong to the first turn. Templates may refuse a
     conversation without a user message, and its tokens could then not be counted.
     """
     users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
@@ -582,19 +592,19 @@ def _first_after_growing(
     n_ctx: int,
     n_free: int,
 ) -> int:
-    """Return the index of the first turn that is kept after the turns have arrived one after the other."""
+    """Return the index of the first turn that is kept if the turns arrive one after the other."""
     if len(turns) == 1:
         return 0
     sizes = [n_tokens(turn) for turn in turns]
-    # Text that the template writes once, such as tools, is in each of them.
+    # Each size includes the text that the template writes once, such as tools.
     n_once = max(sizes[0] + sizes[1] - n_tokens([*turns[0], *turns[1]]), 0)
     sizes = [size - n_once for size in sizes]
-    n = n_tokens([*head, *turns[0]]) - sizes[0]  # the tokens of the head and of text that is written once
+    n = n_tokens([*head, *turns[0]]) - sizes[0]  # the tokens of the head and of the text written once
     n_wanted = max(n_ctx // 2, n + (n_ctx - n_free - n) // 2)
     first = 0
     for index, size in enumerate(sizes):
         if n + size + n_free > n_ctx:
-            # A turn without an answer counts like the turn before, so the cut stays when the answer arrives.
+            # The last turn may lack its answer. It counts like the preceding turn, so that the answer moves no cut.
             usual = sizes[index - 1] if index else size
             while first < index and (n + usual > n_wanted or n + size + n_free > n_ctx):
                 n -= sizes[first]

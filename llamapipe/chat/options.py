@@ -9,12 +9,13 @@ Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = str | Sequence[Message]
 ToolChoice: TypeAlias = str | Mapping[str, Any]
 Truncation: TypeAlias = Literal["error", "auto"]
-# The place of reasoning: separate (llama-server has two names for it), in the content with its markers, or both.
+# The place of reasoning: separate ("auto" and "deepseek", two names of llama-server), in the content with its markers
+# ("none"), or both ("deepseek-legacy").
 ReasoningFormat: TypeAlias = Literal["auto", "deepseek", "none", "deepseek-legacy"]
 
 
 class ChatOptions(NamedTuple):
-    """The options of a chat other than its messages and params; see ``Engine.chat``."""
+    """The options of a chat other than its messages and params. ``Engine.chat`` describes them."""
 
     tools: Sequence[Any] | None = None
     tool_choice: ToolChoice = "auto"

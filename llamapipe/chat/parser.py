@@ -1,9 +1,9 @@
 """Parses generated text into content, reasoning and tool calls as it arrives.
 
-Calls are read in the format that was found by probing the template. Some models, such as Qwen2.5-Coder, write calls as
-plain JSON although their template shows markers. The whole answer is then an object with a name and arguments, or a
-list of such objects, perhaps in a Markdown fence. Anything else is text. No grammar limits these calls, so their
-arguments need not match the schema; but a tool without parameters gets no arguments, as with a grammar.
+Calls are read in the format that probing the template has found. Some models, such as Qwen2.5-Coder, write calls as
+plain JSON although their template shows markers. The whole answer is then one or more objects with a name and
+arguments, or a list of such objects, perhaps in a Markdown fence. Anything else is text. No grammar limits these calls,
+so their arguments need not match the schema. But a tool without parameters gets no arguments, as with a grammar.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from llamapipe.structured.schema import takes_nothing
 _NAME = re.compile(r"[\w.\-]*")
 _ID, _NUMBER = re.compile(r"[\w\-]*"), re.compile(r"[0-9]*")
 _WITHOUT_TAGS = re.compile("|".join(map(re.escape, PYTHON_TAGS)))
-# Models trained on several formats mix up these two names of a call's arguments.
+# Models trained on several formats confuse these two names of a call's arguments.
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
@@ -80,7 +80,7 @@ class CallReader:
     def __init__(
         self, form: CallFormat, tools: Mapping[str, dict[str, Any]], output: AnswerOutput, lenient: bool
     ) -> None:
-        """``lenient``: also reads calls that differ from the template in known ways."""
+        """``lenient``: calls may differ from the template in known ways."""
         self._form = form
         self._tools = tools
         self._output = output
@@ -111,7 +111,7 @@ class CallReader:
     def section(self, buffer: TextBuffer, opening: str, is_whole: bool = True) -> Reading[None]:
         """Read the rest of the opening after the trigger, calls, and the end of their section.
 
-        If ``is_whole`` is False, the outer markers are optional.
+        If ``is_whole`` is False, the outer markers are optional. Raises Malformed.
         """
         form = self._form
         section_end = _parts(form.section_end)
@@ -145,10 +145,10 @@ class CallReader:
         return self._named(buffer) if self._form.style is Style.NAMED else self._one_by_one(buffer)
 
     def _end(self, buffer: TextBuffer, following: str, is_whole: bool) -> Reading[None]:
-        """Read the end marker of a call. After JSON, it is optional at the end of the text and before another call.
+        """Read the end marker of a call. After JSON, the marker is optional at the text's end and before another call.
 
-        If the marker has several parts, only the first is required at the end of the text, or if the outer markers are
-        optional.
+        If the marker has several parts, only the first part is required at the end of the text, or if ``is_whole`` is
+        False.
         """
         yield from buffer.spaces()
         form = self._form
@@ -177,7 +177,7 @@ class CallReader:
             self._output.more("{}" if call.arguments is None else call.arguments)
 
     def _members(self, buffer: TextBuffer, call: _Read, is_inner: bool = False) -> Reading[None]:
-        """Read an object. In OpenAI's form, which some models write, its member "function" is another object."""
+        """Read an object into ``call``. In OpenAI's form, which some models write, "function" is an inner object."""
         yield from buffer.expect("{")
         yield from buffer.spaces()
         while not (yield from buffer.skip("}")):
@@ -225,7 +225,7 @@ class CallReader:
                 if at < len(parts) and parts[at] is not Slot.NAME and Slot.NAME in slots:
                     if not (yield from buffer.skip(part)):
                         if buffer.n and part.startswith(buffer.rest):
-                            raise Malformed  # the text ended within it
+                            raise Malformed  # the text ended within this part
                         at += 1
                 else:
                     yield from buffer.expect(part)
@@ -268,11 +268,11 @@ class CallReader:
     def _arguments(self, name: str) -> TaggedArguments:
         try:
             return TaggedArguments(self._form, self._tools[name])
-        except InvalidRequestError:  # its schema does not restrict the answer
+        except InvalidRequestError:  # the grammar does not enforce such a schema
             return TaggedArguments(self._form, {"type": "object", "additionalProperties": True})
 
     def _argument(self, key: str, keys: list[str]) -> str:
-        """Return the JSON text before the value of another argument."""
+        """Add ``key`` to ``keys``; return the JSON text before its value."""
         keys.append(key)
         return f"{'{' if len(keys) == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
@@ -309,7 +309,7 @@ class CallReader:
             yield from next_item(buffer, end)
 
     def _show(self, text: str) -> None:
-        """Pass a part of a string to the caller."""
+        """Output a part of a string, escaped as JSON."""
         self._output.more(json.dumps(text, ensure_ascii=False)[1:-1])
 
     # ---- <key>value</key> …
@@ -362,7 +362,7 @@ class CallReader:
         if marker is None:
             raise Malformed
         key = "".join(parts)
-        # The type that the text after the key names, if any.
+        # The types that the text after the key stands for; empty if the text does not depend on the type.
         kinds = {kind for kind, other in form.key_ends if other.strip() == end}
         if arguments.is_text(key) or (kinds == {"string"} and arguments.may_be_text(key)):
             yield from self._text(buffer, key, arguments, keys)
@@ -387,10 +387,13 @@ class CallReader:
     def _text(
         self, buffer: TextBuffer, key: str, arguments: TaggedArguments, keys: list[str]
     ) -> Reading[None]:
-        """Read a string up to its end, as ``TaggedArguments.value`` does, and pass it on as JSON as it arrives."""
+        """Read a string up to its end and output it as JSON as it arrives.
+
+        Like ``TaggedArguments.value``, drops a newline that belongs to the markers.
+        """
         form = self._form
         begins, ends = form.key_end.endswith("\n"), form.value_end.startswith("\n")
-        held = ""  # a line's end that may be the last
+        held = ""  # a newline that may be the last one
         self._output.more(f'{self._argument(key, keys)}"')
 
         def show(text: str) -> None:
@@ -425,7 +428,7 @@ class CallReader:
     ) -> Reading[None]:
         """Read a value up to its end marker, which is not consumed.
 
-        If the marker is missing, the next argument or the call's end ends the value.
+        With ``lenient``, if the marker is missing, the next argument or the call's end ends the value.
         """
         form = self._form
         markers = [form.value_end.strip()]
@@ -444,7 +447,7 @@ class CallReader:
 
 
 class _Strings:
-    """Follows an object or an array in JSON or Python syntax, to find whether a text ends inside a string."""
+    """Tells whether the text of an object or an array, in JSON or Python syntax, ends inside a string."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -477,12 +480,12 @@ def _string(buffer: TextBuffer) -> Reading[str]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python reads, and which the clients' JSON does not have."""
+    """Refuse NaN and Infinity, which Python's parser accepts but JSON does not have."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _unquoted(value: Any) -> dict[str, Any]:
-    """Return a JSON object, or the one whose text a string contains. Raises Malformed."""
+    """Return a JSON object, or the JSON object whose text ``value`` is. Raises Malformed for other values."""
     try:
         value = json.loads(value, parse_constant=_no_constant) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -514,7 +517,7 @@ def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> R
         yield from buffer.take_while(_LANGUAGE)
         calls = yield from _calls(buffer, names, parallel)
         if buffer.rest and not (yield from buffer.skip(_FENCE)):
-            raise Malformed  # only at the end of the answer may it be missing
+            raise Malformed  # the closing fence may be missing only at the end of the answer
         yield from buffer.spaces()
     else:
         calls = yield from _calls(buffer, names, parallel)
@@ -524,9 +527,9 @@ def plain_calls(buffer: TextBuffer, tools: Collection[str], parallel: bool) -> R
 
 
 def _calls(buffer: TextBuffer, names: dict[str, str], parallel: bool) -> Reading[list[PlainCall]]:
-    """Read calls and the spaces around them: a list, or objects one after the other."""
+    """Read calls and the spaces around them: a list of objects, or objects in sequence."""
     yield from buffer.spaces()
-    is_marked = yield from buffer.skip("functools")  # models of Phi 4
+    is_marked = yield from buffer.skip("functools")  # written by Phi 4 models
     is_list = yield from buffer.skip("[")
     if is_marked and not is_list:
         raise Malformed
@@ -574,7 +577,7 @@ def _call_members(buffer: TextBuffer, names: dict[str, str], is_inner: bool) -> 
             name = names[(yield from buffer.one_of(names))]
             keys -= {'"name"', '"function"'}
         elif key == '"id"':
-            yield from buffer.json_value()  # models invent it, and repeat it
+            yield from buffer.json_value()  # ignored, because models invent and repeat ids
         else:
             keys -= {json.dumps(name) for name in _ARGUMENTS_KEYS}
             arguments = yield from _arguments(buffer)
@@ -600,19 +603,19 @@ def _arguments(buffer: TextBuffer) -> Reading[str]:
 
 
 class ChatParser:
-    """Parses one answer. Feed it the text as it arrives, with control tokens as text. For one thread at a time.
+    """Parses one answer. Feed it the text as it arrives, with control tokens as text. Use it from one thread at a time.
 
     The result does not depend on where the text is cut. Control tokens never appear in content, nor do other markers
-    where they mark something. Text that begins like a call but is not one, such as the name of an unknown tool, is
-    content. An incomplete call at the end is dropped if the answer was cut off and a marker began the call, or with
-    ``required``, where the grammar allows nothing but calls.
+    where they mark something. Text that begins like a call but is not a call, such as the name of an unknown tool, is
+    content. An incomplete call at the end is dropped if the answer was cut off and the format has a marker for calls,
+    or with ``required``, because the grammar then allows nothing but calls.
 
-    If reasoning is never closed, a call inside it ends the reasoning. Such a call is returned when the text ends: if
-    the reasoning is closed before that, the call was only a draft.
+    If reasoning is never closed, a call inside it ends the reasoning. Such a call is returned when the text ends. If
+    the reasoning is closed before the text ends, the call was only a draft and stays reasoning.
 
     With ``stream_calls``, the arguments of a call are returned as they arrive, and an incomplete call stays unfinished.
-    Without it, a call is returned when it is complete. With ``lenient``, an answer that consists of calls in plain JSON
-    is read as calls; see ``plain_calls``. Text that may still become such calls is held back.
+    Without ``stream_calls``, a call is returned when it is complete. With ``lenient``, an answer that consists of calls
+    in plain JSON is read as calls; see ``plain_calls``. Text that may still become such calls is held back.
 
     ``ended_in_call``: the text ended within a call, and a part of that call was returned.
     """
@@ -636,8 +639,8 @@ class ChatParser:
         """``tools``: the parameters of each tool that may be called. ``reasoning_open``: the prompt ends in reasoning.
 
         ``parallel``: plain JSON may hold several calls. ``reasoning_format``: "none" leaves reasoning in the content,
-        with its markers; "deepseek-legacy" returns it in both places. ``opened``: the marker of reasoning at the end of
-        the prompt. ``prompted``: the start of a call's opening at the end of the prompt.
+        with its markers; "deepseek-legacy" also returns it separately. ``opened``: the marker of reasoning at the end
+        of the prompt. ``prompted``: the start of a call's opening at the end of the prompt.
 
         ``harmony``: the text is in the format of gpt-oss; ``form`` is ignored.
         """
@@ -663,11 +666,11 @@ class ChatParser:
 
     @property
     def ended_in_call(self) -> bool:
-        """See the class."""
+        """True if the text ended within a call of which a part was returned."""
         return self._output.ended_in_call
 
     def feed(self, text: str) -> ChatPiece:
-        """Parse the next text; return the parts that later text cannot change. Raises ValueError after ``finish``."""
+        """Parse the next text; return the output that later text cannot change. Raises ValueError after ``finish``."""
         if self._finished:
             raise ValueError("the parser is finished; use a new one for another answer")
         if text:
@@ -676,12 +679,12 @@ class ChatParser:
         return self._output.piece()
 
     def finish(self, cut_off: bool = False) -> ChatPiece:
-        """End the text; return the parts that were held back. A second call returns nothing.
+        """End the text; return the output that was held back. A second call returns an empty piece.
 
         ``cut_off``: the model was stopped before it had finished.
         """
         if not self._finished:
-            # Without a marker, such text may be JSON that the user asked for.
+            # Without a marker, an incomplete call may be JSON that the user asked for.
             marked = self._harmony is not None or (self._form is not None and bool(self._form.trigger))
             self._output.drops_incomplete = cut_off and marked
             self._cut_off = self._buffer.cut_off = cut_off
@@ -710,7 +713,7 @@ class ChatParser:
 
     # ---- reasoning
     def _read_reasoning(self) -> Reading[bool]:
-        """Read reasoning at the start of the answer, and repeated markers that close it.
+        """Read reasoning at the start of the answer, including repeated end markers.
 
         Returns whether there was any reasoning.
         """
@@ -734,7 +737,7 @@ class ChatParser:
             has_reasoning = True
 
     def _reasoning_text(self, markers: ReasoningMarkers, before: str = "") -> Reading[None]:
-        """Read reasoning after its start marker, up to its end or to calls that end it, and the spaces after it."""
+        """Read reasoning after its start marker, up to its end or calls that end it, and the spaces after the end."""
         buffer, output = self._buffer, self._output
         output.thought()
         form = self._form if self._calls is not None else None
@@ -761,7 +764,7 @@ class ChatParser:
     ) -> Reading[bool]:
         """Read calls after a trigger in reasoning; return whether the calls or the end marker ended the reasoning.
 
-        Other text and draft calls are reasoning.
+        If the result is False, the trigger was text. Calls before the end marker are drafts and become reasoning.
         """
         buffer, output = self._buffer, self._output
         raw = ""
@@ -803,7 +806,7 @@ class ChatParser:
         return True
 
     def _read_before(self, end: str, reading: Reading[None]) -> Reading[bool]:
-        """Return whether a call precedes the marker ``end``. The buffer records the consumed text."""
+        """Run ``reading``; return whether it reads a call before the marker ``end``. The buffer records the text."""
         try:
             while next(reading, "done") is None:
                 if end in self._buffer.recorded_so_far() + self._buffer.rest:
@@ -815,9 +818,9 @@ class ChatParser:
 
     # ---- text and calls
     def _text_start(self) -> Reading[str | None]:
-        """Consume a marker before the text. Return None if there is none.
+        """Consume the marker before the text; return None if there is none.
 
-        Otherwise returns the marker after the text if it has no control token, else an empty text.
+        Otherwise, returns the marker that must follow the text; empty if that marker has a control token.
         """
         markers = self._markers
         if not markers.text_starts:
@@ -847,7 +850,7 @@ class ChatParser:
             return False
         for call in calls:
             output.begin(call.name, None)
-            # A model that no grammar limits may repeat the schema where there is nothing to be said.
+            # Without a grammar, a model may repeat the schema as the arguments of a tool without parameters.
             output.more("{}" if takes_nothing(self._plain_tools[call.name]) else call.arguments)
             output.end()
         buffer.recorded()
@@ -861,7 +864,7 @@ class ChatParser:
         reasoning = markers.reasoning
         thinks = reasoning.start if reasoning is not None and markers.has_control(reasoning.start) else ""
         others = (m for m in (*markers.text_starts, markers.text_end) if markers.has_control(m))
-        # Where prompts begin a call, text may follow calls: the same beginning, then the marker of text.
+        # If prompts begin a call, text may follow calls. It has the same beginning, then a marker of text.
         begun = form.prompted if form is not None else ""
         again = tuple(f"{begun}{start}" for start in markers.text_starts) if begun else ()
         stops = (*openings, *again, thinks, text_end, markers.turn_end, *others, *markers.control)
@@ -882,11 +885,11 @@ class ChatParser:
                 output.end_text()
             elif stop == markers.turn_end and not markers.has_control(stop):
                 before = yield from buffer.spaces()
-                if buffer.rest:  # the text mentions it
+                if buffer.rest:  # the text only mentions the marker
                     output.content(stop + before)
 
     def _bare_call_in_text(self, calls: CallReader, first: str) -> Reading[None]:
-        """Read what may be calls after text, separated by semicolons. No grammar limits them."""
+        """Read possible calls after text, separated by semicolons. No grammar limits them."""
         buffer, output = self._buffer, self._output
         buffer.unread(first)
         while (yield from self._section(calls, "", calls.opening, False)):
@@ -896,7 +899,7 @@ class ChatParser:
                 return
 
     def _between_bare(self) -> Reading[str]:
-        """Consume spaces, and after a call the semicolon that Llama models may write."""
+        """Consume and return spaces and, after a call, the semicolon that Llama models may write."""
         buffer = self._buffer
         before = yield from buffer.spaces()
         if self._output.n_calls and self._lenient and (yield from buffer.skip(";")):
@@ -925,7 +928,7 @@ class ChatParser:
     def _section(
         self, calls: CallReader, start: str, opening: str, is_constrained: bool = True
     ) -> Reading[bool]:
-        """Read calls; return False if there is no call, so that the text is content.
+        """Read calls; return False if the text is not a call and became content.
 
         ``start``: the text consumed already. If ``is_constrained`` is False, each call is returned when it is complete.
         """

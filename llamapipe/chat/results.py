@@ -16,7 +16,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 class ToolCall:
     """A call of a tool.
 
-    - ``id``: nine letters and digits, or the model's own id where its format has one.
+    - ``id``: nine letters and digits, or the model's own id if its format has ids.
     - ``arguments``: the decoded JSON object. It matches the tool's schema if the answer was constrained.
     - ``arguments_text``: the arguments as the model wrote them: JSON, if the call is complete.
     - ``is_complete``: False if the answer ended within the call, for instance at ``max_tokens``. ``arguments`` then
@@ -40,7 +40,7 @@ class ToolCall:
 
     @classmethod
     def of(cls, id_: str, name: str, text: str) -> ToolCall:
-        """Make a call from the text of its arguments, which may be incomplete."""
+        """Make a call from the text of its arguments. If the text is not a JSON object, the call is incomplete."""
         value = _object(text)
         if value is not None:
             return cls(id_, name, value, text)
@@ -82,7 +82,7 @@ class _Call:
 
 
 class ChatMessage:
-    """Joins the pieces of one answer. For one thread at a time.
+    """Joins the pieces of one answer. Use it from one thread at a time.
 
     If the stream ended within a call, the last call is incomplete.
     """
@@ -123,7 +123,7 @@ class ChatMessage:
 
 
 def new_call_id() -> str:
-    """Return a random id of nine letters and digits: Mistral's templates demand this form, and all others accept it."""
+    """Return a random id of nine letters and digits. Mistral's templates demand this form; others accept it."""
     import secrets
 
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
@@ -138,7 +138,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _complete_members(text: str) -> dict[str, Any]:
-    """Return the members of an incomplete JSON object that are certainly complete."""
+    """Return the members of an incomplete JSON object that later text cannot change."""
     depth, end = 0, 0
     for match in _TOKEN.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)

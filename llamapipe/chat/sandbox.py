@@ -1,9 +1,9 @@
-"""The sandbox of chat templates: a template is a program that came with the weights.
+"""The sandbox for chat templates. A template is a program that comes with the weights, so it is not trusted.
 
-A template cannot read attributes that begin with an underscore, change the caller's values (jinja2's immutable sandbox)
-or include files. But it may loop forever, or double a text until memory is full. So every loop, call, filter and
-operator that creates a value is counted in iterations, characters and time. Values are measured before Python copies
-them.
+In jinja2's immutable sandbox, a template cannot read attributes that begin with an underscore, change the caller's
+values or include files. But it may loop forever, or double a text until memory is full. So the sandbox counts every
+loop, call, filter and operator that creates a value, in iterations, characters and time. It measures values before
+Python copies them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from llamapipe.errors import InvalidRequestError
 
 MAX_ITERATIONS = 1_000_000
 MAX_SIZE = 2**26
-MAX_SECONDS = 5.0  # of processor time: how busy the machine is must not change a prompt
-_MAX_ARGUMENT = 10_000  # a width, a precision, a number of columns
-_MAX_BITS = 4096
-_MAX_DIGITS = 1000  # of a text that is converted to a number
+MAX_SECONDS = 5.0  # of processor time, because other work on the machine must not change a prompt
+_MAX_ARGUMENT = 10_000  # for widths, precisions and numbers of columns
+_MAX_BITS = 4096  # of an integer
+_MAX_DIGITS = 1000  # characters of a text that is converted to a number
 _MAX_INDENT = 100
-_SCAN = 32  # of a format's characters, which are looked at several times
-_ITEM = 8  # bytes of a list's item, in characters
-_SCALAR = 32  # most characters of a number that is not an int, of True, None …
-_REPR = 10  # most characters that show one of a text inside a container
-_JSON = 6  # the same in JSON
+_SCAN = 32  # weight of each character of a format string, which is scanned several times
+_ITEM = 8  # weight of a list's item, in characters
+_SCALAR = 32  # most characters of a float, True, None and other scalars; an int may have more
+_REPR = 10  # most characters that Python writes for one character of a text inside a container
+_JSON = 6  # most characters that JSON has for one character of a text
 _LINE_BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _VIEWS = frozenset(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
-_CHECK_EVERY = 2**16  # values, between two checks of the time
-_FIELD_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{[^{]")  # too wide, or taken from a value
+_CHECK_EVERY = 2**16  # values between two checks of the time
+_FIELD_WIDTH = re.compile(r"\d{5}|\*|\{[^{}]*\{[^{]")  # widths that are too large or come from a value
 _NUMBER = re.compile(r"\d+")
 
 
@@ -56,7 +56,7 @@ class LimitError(SecurityError):
 class Limits:
     """The counts of one rendering, used by one thread. Methods that count raise LimitError above a limit.
 
-    ``within``: the limits of an outer rendering. The inner one shares its time.
+    ``within``: the limits of an outer rendering, whose time the inner rendering shares.
     """
 
     def __init__(self, within: Limits | None = None) -> None:
@@ -65,7 +65,7 @@ class Limits:
         self._end: float = thread_time() + MAX_SECONDS if within is None else within._end
 
     def iterate(self, n: int = 1) -> None:
-        """Count iterations of loops and calls of macros, and check the time."""
+        """Count ``n`` iterations of loops or calls of macros, and check the time."""
         self._n_iterations += n
         if self._n_iterations > MAX_ITERATIONS:
             raise LimitError(f"the template made more than {MAX_ITERATIONS} iterations")
@@ -77,7 +77,7 @@ class Limits:
             raise LimitError(f"the template ran for more than {MAX_SECONDS:g} seconds")
 
     def use(self, size: int) -> None:
-        """Count characters and items of values that the template makes."""
+        """Count ``size`` characters or items of values that the template creates, and check the time."""
         self._size += size
         if self._size > MAX_SIZE:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
@@ -92,15 +92,15 @@ class Limits:
             raise LimitError(f"the template made more than {MAX_SIZE} characters")
 
     def visit(self, value: Any) -> None:
-        """Count the items of a value, or the characters of a text, as iterations: each becomes a Python object.
+        """Count the items of a value, or the characters of a text, as iterations, because each becomes an object.
 
-        Lazy values are counted as they are read.
+        Lazy values are not counted here, but as they are read.
         """
         if isinstance(value, (str, bytes, list, tuple, Mapping, Set, range)) or type(value) in _VIEWS:
             self.iterate(len(value))
 
     def use_text(self, *values: Any) -> None:
-        """Count the text of these values. For a character inside a container, Python writes up to ten."""
+        """Count the text of these values. For one character inside a container, Python writes up to ten."""
         for value in values:
             before = self._size
             self.use_deep(value)
@@ -131,7 +131,7 @@ class Limits:
 
     def use_made(self, value: Any) -> None:
         """Count a value that a call returned."""
-        if isinstance(value, dict):  # in dict(a=x, b=x), x counts twice: its text repeats it
+        if isinstance(value, dict):  # in dict(a=x, b=x), x counts twice, because the dict's text repeats it
             self.use_deep(value)
             return
         if isinstance(value, int):
@@ -160,7 +160,7 @@ class Limits:
                 raise LimitError("templates cannot compute with bytes")
 
     def check_format(self, form: str, values: Iterable[Any]) -> None:
-        """Count the text that a format string makes: each of its fields may show each value."""
+        """Count the text that a format string creates. Each of its fields may show each value."""
         self.may_use(_SCAN * len(form))
         if _FIELD_WIDTH.search(form):
             raise LimitError(f"the format {quoted(form)} has a field that may be too wide")
@@ -197,12 +197,12 @@ class Limits:
             level = inner
 
     def check_number(self, value: Any) -> None:
-        """Refuse to convert a long text to a number: the time grows with the square of its length."""
+        """Refuse to convert a long text to a number, because the time grows with the square of the length."""
         if isinstance(value, str) and len(value) > _MAX_DIGITS:
             raise LimitError(f"a number of {len(value)} characters; the limit is {_MAX_DIGITS}")
 
     def check_join(self, separator: str, values: list[Any]) -> None:
-        """Count a joined text."""
+        """Count the text that results from joining values."""
         self.use(len(separator) * len(values))
         self.use_text(*values)
 
@@ -222,7 +222,7 @@ def _size_of(value: Any) -> int:
 
 
 def check_arguments(arguments: Iterable[Any]) -> None:
-    """Refuse widths and counts that no template needs. Raises LimitError."""
+    """Refuse widths and counts that are larger than any template needs. Raises LimitError."""
     for value in arguments:
         if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
             raise LimitError(f"the argument {value} is over the limit of {_MAX_ARGUMENT}")
@@ -237,13 +237,13 @@ _current: ContextVar[Limits | None] = ContextVar("limits", default=None)
 
 
 def current() -> Limits:
-    """Return the limits of this thread's current rendering; new limits outside a rendering."""
+    """Return the limits of this context's current rendering; new limits outside a rendering."""
     return _current.get() or Limits()
 
 
 @contextmanager
 def new_limits() -> Iterator[Limits]:
-    """Start the counts of one rendering, or the shared time of several."""
+    """Start the counts of one rendering. Renderings inside the block share its time."""
     limits = Limits(_current.get())
     token = _current.set(limits)
     try:
@@ -254,7 +254,7 @@ def new_limits() -> Iterator[Limits]:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Share the time of one rendering among several. Raises InvalidRequestError at the end if they took longer."""
+    """Limit several renderings to the time of one. Raises InvalidRequestError at the end if they took longer."""
     with new_limits() as limits:
         yield
         try:
@@ -263,34 +263,34 @@ def limited() -> Iterator[None]:
             raise InvalidRequestError(f"the chat template was stopped: {e}") from None
 
 
-# Slow for long texts, and of no use in a prompt.
+# Filters that are slow for long texts and useless in a prompt.
 _REMOVED_FILTERS = ("urlize", "wordwrap", "striptags", "xmlattr", "pprint")
 _CHECKED_FILTERS = frozenset({"center", "indent", "batch", "slice", "truncate", "round", "tojson"})
 _PADS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
-# Iterations more for each value that a filter sorts: Jinja makes a key of it, then it is compared.
+# Additional iterations for each value that a filter sorts, for making its key and comparing it.
 _PER_SORTED = 3
-# These make lower-case copies of texts.
+# Filters that make lower-case copies of texts.
 _SORTING = frozenset({"sort", "groupby", "dictsort", "unique", "min", "max"})
-# These look at each item in Python, or make an object of each character or word.
+# Filters that read each item in Python, or make an object of each character or word.
 _VISITING = _SORTING.union(
     "batch items join list map reject rejectattr reverse select selectattr slice sum title urlencode wordcount".split()
 )
-# Filters and methods whose text may be longer than the given one, and by how much.
+# Filters and methods whose result may be longer than the given text, and the most characters for one.
 _GROWING = {"escape": 5, "e": 5, "forceescape": 5} | dict.fromkeys(
     ("upper", "lower", "capitalize", "casefold", "swapcase", "title"), 3
 )
 _SPLITTING = frozenset({"split", "rsplit", "splitlines"})
-# Methods that make huge values from small ones, or bytes, which are not counted.
+# Methods that create huge values from small ones, or bytes, which are not counted.
 _FORBIDDEN = frozenset({"encode", "to_bytes", "from_bytes", "maketrans", "translate", "fromkeys"})
 Test: TypeAlias = "Callable[..., Any]"
 
 
 class FixedList(list[Any]):
-    """A caller's list, which a template cannot change. A template can change the lists that it creates."""
+    """A caller's list, which a template cannot change. A template can change only the lists that it creates."""
 
 
 class _Generation(Extension):
-    """Renders only the content of ``{% generation %}``, which marks the model's own text for training."""
+    """Renders the content of ``{% generation %}`` without the tags, which mark the model's own text for training."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's)
 
@@ -311,7 +311,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            optimized=False,  # the optimizer evaluates constants while compiling, where nothing is counted
+            optimized=False,  # the optimizer evaluates constants during compilation, where nothing is counted
             finalize=_shown,
         )
         del self.globals["lipsum"]
@@ -323,7 +323,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
 
     def compiled(self, source: str) -> Template:
-        """Compile a template. Raises the exceptions of jinja2 and of Python's compiler."""
+        """Compile a template. Raises the exceptions of jinja2 and Python's compiler."""
         tree = self.parse(source)
         _Counting(self).visit(tree)
         return self.from_string(tree)
@@ -337,12 +337,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator that could make a huge value."""
+        """Apply an operator that could create a huge value, after counting the value."""
         current().check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Call a function for a template."""
+        """Call a function for a template; count its result, and the results of some methods before the call."""
         if getattr(function, "__self__", None) is self:  # a counter, which no template can name
             return function(*arguments)
         limits = current()
@@ -377,28 +377,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # ---- called by the nodes that _Counting adds
     def count_iteration(self, n_characters: int) -> None:
-        """Count one run of a loop's or a macro's body, and the literal text in it."""
+        """Count one run of a loop's or a macro's body, and the ``n_characters`` of literal text in the body."""
         limits = current()
         limits.iterate()
         limits.use(n_characters)
 
     def count_literal(self, value: Any) -> Any:
-        """Count a list, tuple or dict literal of the template."""
+        """Count a list, tuple or dict literal of the template; return it."""
         current().use_deep(value)
         return value
 
     def count_slice(self, value: Any) -> Any:
-        """Count a slice of a value, which is a copy."""
+        """Count a slice of a value, which is a copy; return it."""
         current().use_made(value)
         return value
 
     def count_compared(self, value: Any) -> Any:
-        """Check the time before a comparison."""
+        """Check the time before a comparison; return the value."""
         current().check_time()
         return value
 
     def count_concat(self, *values: Any) -> str:
-        """Apply the operator ``~``."""
+        """Apply the operator ``~``, which joins the values' texts."""
         current().use_text(*values)
         return "".join(map(str, values))
 
@@ -440,24 +440,24 @@ class _Counting(NodeTransformer):
     visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        """Count slices."""
+        """Wrap slices in a call that counts them."""
         self.generic_visit(node)
         return self._call("count_slice", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """Check the time before comparisons."""
+        """Add a check of the time before comparisons."""
         self.generic_visit(node)
         node.expr = self._call("count_compared", [node.expr], node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        """Replace the operator ``~``."""
+        """Replace the operator ``~`` with a call that counts its result."""
         self.generic_visit(node)
         return self._call("count_concat", node.nodes, node.lineno)
 
 
 def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # the index of the value that is filtered
 
     @wraps(function)
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -525,7 +525,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
-    """Count a value before it is written into the text."""
+    """Count the text of a value before jinja2 writes it; return the value."""
     current().use_text(value)
     return value
 
@@ -545,7 +545,7 @@ def _now(form: str) -> str:
 
 
 class JsonText(str):
-    """JSON text in place of a value. ``tojson`` writes it unchanged. It may be incomplete."""
+    """JSON text in place of a value. ``tojson`` writes the text unchanged. The text may be incomplete."""
 
     __slots__ = ()
 
@@ -557,7 +557,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write plain JSON, whereas jinja2's own filter escapes it for HTML."""
+    """Write plain JSON, which jinja2's own filter would escape for HTML."""
     result = json.dumps(
         value,
         ensure_ascii=ensure_ascii,

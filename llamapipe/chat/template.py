@@ -1,10 +1,10 @@
 """Compiles chat templates, and renders them with the variables and message forms that they expect.
 
-Templates differ in what they accept and in what they show. If a template would omit or move a system message, or omit
-tool results or another role, the message becomes text of the user in the same place. ``ChatTemplate.render`` tries the
-usual form first; then tool arguments as text, the system message as part of the first user message, and consecutive
-user messages as one; then ids of nine characters and the other changes in ``_CHANGES``. The variables have the names
-that transformers and llama.cpp use.
+Templates differ in the messages that they accept and show. If a template would omit or move a system message, or omit
+tool results or another role, the message becomes a user message in the same place. ``ChatTemplate.render`` tries the
+usual form first. Then it tries tool arguments as text, the system message as part of the first user message, and
+consecutive user messages as one. Last, it applies the changes in ``_CHANGES``, such as ids of nine characters. The
+variables have the names that transformers and llama.cpp use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from llamapipe.chat.messages import (
 from llamapipe.chat.sandbox import FixedList, JsonText, LimitError, new_limits, sandbox
 from llamapipe.errors import InvalidRequestError
 
-# Marks the end of a message that is to be continued: the text that the template writes after it is cut off.
+# Marks the end of a message that the model continues. The text that the template writes after this mark is cut off.
 _HERE = "\x02continued here\x03"
 _PROBE = "\x02content\x03"
 _WORD = "Qxshownqx"
@@ -67,20 +67,20 @@ _UNCALLED = "results without calls"
 _PLACE = re.compile(r"Qxplace([0-9]+)qx")
 _Form = Callable[[Sequence[Message]], list[Message]]
 WriteCalls = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], str]
-_MAX_PARAMETERS = 64  # of tools that are refused: how many are looked at for the one that is to blame
-_MAX_KINDS = 64  # kinds of messages that are checked: callers choose their number
+_MAX_PARAMETERS = 64  # parameters that are tried to find the one that a template refuses
+_MAX_KINDS = 64  # kinds of messages that are checked, because callers may send any number of roles
 _OF_MESSAGE = re.compile(r"""message(\.tools|\[['"]tools['"]\])""")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
-_DEFAULTS = {"enable_thinking": True}  # of template arguments
-# Of a template argument in a probe: characters of a text, members of a list or an object, levels.
+_DEFAULTS = {"enable_thinking": True}  # the values of omitted template arguments
+# The limits of a template argument in a probe: characters of a text, members of a list or an object, levels.
 _SHORT, _FEW, _SHALLOW = 64, 4, 3
 
 
 class ChatTemplate:
     """A compiled template. Any thread.
 
-    ``bos``, ``eos``: the texts of these tokens. ``strips_bos``: leave out a BOS at the beginning, because tokenizing
-    adds it. Raises InvalidRequestError for a template that cannot be compiled.
+    ``bos``, ``eos``: the texts of these tokens. ``strips_bos``: remove a BOS from the beginning of prompts, because the
+    tokenizer adds it. Raises InvalidRequestError for a template that cannot be compiled or exceeds a limit.
     """
 
     def __init__(self, text: str, bos: str = "", eos: str = "", strips_bos: bool = False) -> None:
@@ -99,8 +99,8 @@ class ChatTemplate:
             self._drops_system = self._shows_first("system") is False
             self._takes_text_arguments = self._wants_text_arguments()
             self._has_tools_in_system = self._shows_tools_of_system()
-        self._kinds_seen: set[str] = set()  # of parts that a template may omit
-        self._shown: dict[str, bool] = {}  # by the role of messages
+        self._kinds_seen: set[str] = set()  # the kinds of parts that `newly_dropped` has checked
+        self._shown: dict[str, bool] = {}  # whether the template shows messages of a role, by the role
 
     def __repr__(self) -> str:
         return f"<ChatTemplate of {len(self.text)} characters>"
@@ -113,8 +113,7 @@ class ChatTemplate:
     def probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
         """Return a short form of the template arguments on which the markers of an answer may depend.
 
-        Templates compare only short values. The rest of long texts and lists is cut off, because each probe would
-        render it again.
+        Templates compare only short values. Long texts and lists are cut off, because each probe would render them.
         """
         names = dict(plain("template_args", dict(template_args)))
         read = {name: _shortened(value) for name, value in names.items() if name in self.arguments}
@@ -136,11 +135,11 @@ class ChatTemplate:
         """Return the prompt for a conversation.
 
         ``continue_last``: the prompt ends inside the last message, and the model continues its "content", its
-        "reasoning", or (True) the last of these that it has. ``reasoning_opening``: the marker before reasoning, for
-        templates that do not show the reasoning of the last message. ``change_text``: applied to every text of the
-        caller, including keys of objects but not the names of roles. ``write_calls``: writes tool calls as part of a
-        message's text, for a template that omits them. ``is_probe``: messages that the template refuses or omits are
-        not changed, so that the text shows what the template supports.
+        "reasoning", or with True, the last of these that the message has. ``reasoning_opening``: the marker before
+        reasoning, for templates that do not show the reasoning of the last message. ``change_text``: applied to every
+        text of the caller, including keys of objects but not the names of roles. ``write_calls``: returns the text of
+        tool calls, for a template that omits calls. ``is_probe``: messages that the template refuses or omits are not
+        changed, so that the result shows what the template supports.
 
         Raises TypeError and InvalidRequestError for invalid messages and for messages that the template refuses.
         """
@@ -253,7 +252,7 @@ class ChatTemplate:
             return _WORD in self.render(
                 marked_chat, tools=tools, template_args=template_args, write_calls=write_calls
             )
-        except InvalidRequestError:  # it wants something else there, so it looks at it
+        except InvalidRequestError:  # the template checks the part, so it does not ignore it
             return True
 
     def _placed(
@@ -263,7 +262,7 @@ class ChatTemplate:
         names: Mapping[str, Any],
         is_probe: bool = False,
     ) -> str:
-        """Return the rendering with system messages in their places, some as text of the user."""
+        """Return the rendered text with system messages in their places, some of them as user messages."""
         if not is_probe:
             chat = self._with_shown_roles(chat, names)
         n = next((i for i, message in enumerate(chat) if message["role"] not in SYSTEM_ROLES), len(chat))
@@ -276,7 +275,7 @@ class ChatTemplate:
         return self._first_accepted(options, add_generation_prompt, names, () if is_probe else _CHANGES)
 
     def _with_shown_roles(self, chat: list[Message], names: Mapping[str, Any]) -> list[Message]:
-        """Turn messages whose role the template omits into text of the user; return all messages."""
+        """Return all messages; those whose role the template omits become user messages."""
         others = {message["role"] for message in chat} - {*SYSTEM_ROLES, "user", "assistant"}
         if hidden := {role for role in others if not self._shows_role(role, names)}:
             chat = [{**message, "role": "user"} if message["role"] in hidden else message for message in chat]
@@ -285,7 +284,10 @@ class ChatTemplate:
         return chat
 
     def _shows_role(self, role: str, names: Mapping[str, Any]) -> bool:
-        """Return False if the template omits messages of this role: an unusual role, or results of tools."""
+        """Return False if the template omits messages of this role: an unusual role, or results of tools.
+
+        The role ``_UNCALLED`` stands for results of tools that follow no call.
+        """
         if role not in self._shown:
             user: Message = {"role": "user", "content": _PROBE}
             answer: Message = {"role": "assistant", "content": _PROBE}
@@ -300,7 +302,7 @@ class ChatTemplate:
             for chat in chats:
                 try:
                     shown |= _WORD in self._first_form(chat, True, {**names, "tools": None})
-                except InvalidRequestError:  # it wants something else there, so it looks at it
+                except InvalidRequestError:  # the template checks the message, so it does not ignore it
                     shown = True
             if len(self._shown) >= _MAX_KINDS:
                 return shown
@@ -310,7 +312,7 @@ class ChatTemplate:
     def _misplaced(self, chat: Sequence[Message], names: Mapping[str, Any]) -> set[int]:
         """Return the indices of system messages that the template omits or moves.
 
-        The first message is not checked: the constructor has found out whether the template shows it.
+        The first message is not checked, because the constructor has checked whether the template shows it.
         """
         late = [i for i, message in enumerate(chat) if i and message["role"] in SYSTEM_ROLES]
         if not late:
@@ -353,9 +355,10 @@ class ChatTemplate:
         names: Mapping[str, Any],
         changes: Sequence[_Form],
     ) -> str:
-        """Render the first of several message lists that the template accepts.
+        """Return the text of the first of several message lists that the template accepts.
 
-        If it accepts none, the ``changes`` are made to each list in turn. Raises the error of the last list.
+        If it accepts none, the ``changes`` are applied to each list, one after the other, until the template accepts
+        the result. Raises the error of the last unchanged list.
         """
         refused: InvalidRequestError | None = None
         for messages in options:
@@ -380,7 +383,7 @@ class ChatTemplate:
     def _first_form(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str:
-        """Render the first form of the messages that the template accepts."""
+        """Return the text of the first form of the messages that the template accepts."""
         forms: list[_Form] = [_as_given]
         if any(message.get("tool_calls") for message in messages):
             forms.insert(0 if self._takes_text_arguments else 1, with_text_arguments)
@@ -415,7 +418,7 @@ class ChatTemplate:
     def _refused_parameter(
         self, messages: Sequence[Message], forms: Sequence[_Form], names: Mapping[str, Any]
     ) -> tuple[str, str] | None:
-        """Return the names of a tool and of the parameter that makes the template refuse; None for other causes."""
+        """Return the name of a tool and of its parameter that the template refuses; None for other causes."""
 
         def accepts(function: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
             parameters = {**function["parameters"], "properties": properties, "required": []}
@@ -443,7 +446,10 @@ class ChatTemplate:
         add_generation_prompt: bool,
         names: Mapping[str, Any],
     ) -> str:
-        """Render the first form that the template accepts and in which it shows all arguments."""
+        """Return the text of the first form that the template accepts and in which it shows all text arguments.
+
+        If no accepted form shows them, returns the text of the first accepted form.
+        """
         written = [text.strip() for text in text_arguments(messages)]
         fallback: str | None = None
         error: Exception | None = None
@@ -487,7 +493,7 @@ class ChatTemplate:
             )
 
     def _wants_parts(self) -> bool:
-        """Return whether the template shows content only as a list of parts, and not as text."""
+        """Return whether the template shows content only if it is a list of parts, not text."""
         chat: list[Message] = [{"role": "user", "content": _PROBE}]
         return not self._shows(chat, True) and self._shows(with_parts(chat), True)
 
@@ -520,7 +526,7 @@ class ChatTemplate:
         def written(arguments: dict[str, str] | str) -> str:
             try:
                 return self._render([{"role": "user", "content": ""}, _calling("name", arguments)], False, {})
-            except Exception:  # see ``_first_accepted``
+            except Exception:  # see ``_accepted``
                 return ""
 
         return str(arguments) in written(arguments) and json.dumps(arguments) in written(
@@ -534,7 +540,7 @@ class ChatTemplate:
     def _tried(
         self, messages: Sequence[Message], add_generation_prompt: bool, names: Mapping[str, Any]
     ) -> str | None:
-        """Render messages in this form only; return None if the template refuses them."""
+        """Return the text of messages in this form only; None if the template refuses them."""
         try:
             return self._render(messages, add_generation_prompt, names)
         except LimitError as e:
@@ -560,7 +566,7 @@ def _json_text(arguments: Any) -> Any:
     return JsonText(arguments) if isinstance(arguments, str) else arguments
 
 
-# Histories have what a template refuses: answers of other models and programs, and calls that were cut off.
+# The changes for messages that a template refuses, such as answers of other models and calls that were cut off.
 _CHANGES: Final[tuple[_Form, ...]] = (
     with_joined_answers,
     with_called_results,
@@ -596,7 +602,7 @@ def _shortened(value: Any, levels: int = _SHALLOW) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """Return a JSON value whose lists a template cannot change. It cannot change dicts in any case."""
+    """Return a JSON value whose lists a template cannot change. The sandbox protects dicts in any case."""
     if isinstance(value, list):
         return FixedList(map(_fixed, value))
     if isinstance(value, dict):
@@ -611,7 +617,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_changed(item, change) for item in value]
     if isinstance(value, dict):
-        # A role is a name that templates compare, and check_messages() accepts no other text there.
+        # Templates compare the role, and check_messages() accepts only a name there.
         return {
             change(key): item if key == "role" and _is_name(item) else _changed(item, change)
             for key, item in value.items()

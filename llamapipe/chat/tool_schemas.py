@@ -2,9 +2,9 @@
 
 Open this file to change what happens to a tool whose schema no grammar can express.
 
-The principle: where nothing forces a call and the tool is not ``strict``, such a schema does not make the chat fail.
-Only the tool loses the guarantee, and its arguments are then any JSON object. MCP servers send such schemas. Everywhere
-else, the schema is an error that names the tool.
+With ``tool_choice="auto"``, such a schema does not make the chat fail unless the tool is ``strict``. Only the tool
+loses the guarantee: its arguments may then be any JSON object. MCP servers send such schemas. In all other cases, the
+schema raises an error that names the tool.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Compile = Callable[["Sequence[Tool]"], SamplingParams]
 _RelaxedKey = tuple["CallFormat | None", str]
 _MAX_REMEMBERED = 256
-_MANY = 64  # tools: to look at each of more takes a second
-_TOGETHER = "with the other tools,"  # begins the reason of a tool whose schema can be followed alone
+_MANY = 64  # tools; checking each of more tools alone takes over a second
+_TOGETHER = "with the other tools,"  # begins the reason for a tool whose schema can be compiled alone
 _MAX_MESSAGE = 300  # characters of the compiler's message that an error shows
 
 
@@ -44,7 +44,7 @@ class ToolSchemas:
     def __init__(self, check: Callable[[SamplingParams], object]) -> None:
         self._check = check
         self._lock = Lock()
-        # By the format of calls and the list of tools: the reasons, by the name of the tool.
+        # By the format of calls and the list of tools: the reasons why tools were relaxed, by the tools' names.
         self._relaxed: OrderedDict[_RelaxedKey, Mapping[str, str]] = OrderedDict()
         self._warned: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -61,9 +61,9 @@ class ToolSchemas:
     ) -> tuple[SamplingParams, Sequence[Tool]]:
         """Return the params that ``compiled`` makes from the tools, and the tools with the schemas in the grammar.
 
-        ``limit_s``: the processor time allowed for finding the schemas that cannot be followed.
+        ``limit_s``: the processor time in seconds for finding the schemas that cannot be followed; None for no limit.
 
-        Raises InvalidRequestError, which names the tool, for a schema that must be followed but cannot be;
+        Raises InvalidRequestError, which names the tool, for a schema that must be followed but cannot be,
         ConstraintError over the limit.
         """
         began_s, budget = thread_time(), GrammarBudget(limit_s)
@@ -81,7 +81,7 @@ class ToolSchemas:
         except InvalidRequestError as e:
             error = e
         used = [tool for tool in tools if tool_choice in ("auto", "required", tool.name)]
-        if isinstance(error, TooLongError) and len(used) > _MANY:  # before each is looked at alone
+        if isinstance(error, TooLongError) and len(used) > _MANY:  # do not check so many tools one by one
             if tool_choice != "auto":
                 raise error
             least = {tool.name: f"{_TOGETHER} {error}" for tool in used if not tool.strict}
@@ -90,9 +90,9 @@ class ToolSchemas:
             except TooLongError as e:
                 raise e from None
             except InvalidRequestError:
-                pass  # a strict one is at fault
+                pass  # the fault is in the schema of a strict tool
         reasons = {}
-        for tool in used:  # each has its own time limit; there may be thousands
+        for tool in used:  # one compilation has its own limits, but there may be a thousand tools
             check_time()
             if reason := self._fault(chat_format, tool):
                 reasons[tool.name] = reason
@@ -102,7 +102,7 @@ class ToolSchemas:
         if tool_choice != "auto":
             raise error
         attempts = [reasons] if reasons else []
-        # Each can be compiled alone, and all together may be too large: the longest lose their guarantee first.
+        # The other schemas compile alone, but together they may be too large. The longest lose their guarantee first.
         longest = sorted((t for t in used if not t.strict), key=lambda t: -len(json.dumps(t.parameters)))
         n = 1
         while n < 2 * len(longest):
@@ -136,7 +136,7 @@ class ToolSchemas:
         return compiled(grammar_tools), grammar_tools
 
     def _fault(self, chat_format: ChatFormat, tool: Tool) -> str | None:
-        """Return why the schema of a tool cannot be compiled alone; None if it can."""
+        """Return the reason why the schema of a tool cannot be compiled alone; None if it can."""
         from llamapipe.structured.schema import closed_objects, schema_object
 
         try:

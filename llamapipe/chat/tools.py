@@ -26,9 +26,9 @@ from llamapipe.structured.schema import schema_text
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _OBJECTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-# Of lists and dicts of classes.
+# Limits of lists and dicts whose items may be classes.
 _LIMITS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
-# "name: text" of Google's style, "name : type" of numpy's, ":param name: text" of Sphinx's. Numpy's may have two names.
+# "name: text" in Google's style, "name : type" in numpy's, ":param name: text" in Sphinx's. Numpy allows several names.
 _ENTRY = re.compile(
     r"^\s*(?P<field>[:@](?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]+\s+)?)?"
     r"\*{0,2}`{0,2}(?P<names>\w+(?:\s*,\s*\*{0,2}\w+)*)`{0,2}(?P<space>\s*)"
@@ -42,7 +42,7 @@ _SECTION = re.compile(
     r"attributes|references|warnings?|warns|todo)\s*:?\s*$",
     re.IGNORECASE,
 )
-# The grammar of calls takes more than 32 characters for each tool, and may have 2**15: more of them never work.
+# A grammar of calls has at most 2**15 characters, and more than 32 for each tool. More tools would never work.
 MAX_TOOLS = 1024
 _OF_ARGUMENTS = re.compile(r"(arg|param)\w*$")
 
@@ -55,7 +55,7 @@ def named(function: Callable[..., Any]) -> str:
 
 
 def described(function: Callable[..., Any]) -> str:
-    """Return the docstring up to its list of arguments, without lines that describe an argument."""
+    """Return the docstring's text before its first section, without lines that describe an argument."""
     if isinstance(function, functools.partial):
         return described(function.func)
     return _documented(function, _names(function))[0]
@@ -72,8 +72,8 @@ def parameters_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments.
 
     An argument without an annotation may be any JSON value; an argument without a default is required. The supported
-    annotations are JSON's types, ``Literal``, ``Optional`` and other unions, ``list``, ``dict``, ``tuple``, enums,
-    ``TypedDict``, dataclasses, pydantic models, and ``Annotated`` with a description or with the limits of pydantic's
+    annotations are JSON's types, ``Literal``, ``Optional`` and other unions, ``list``, ``set``, ``dict``, ``tuple``,
+    enums, ``TypedDict``, dataclasses, pydantic models, and ``Annotated`` with a description or the limits of pydantic's
     ``Field``.
 
     Raises InvalidRequestError for arguments that cannot be passed by name, and for unsupported annotations.
@@ -118,14 +118,14 @@ def _annotated(function: Callable[..., Any]) -> Any:
 
 
 class _Writer:
-    """Converts annotations to schemas. Classes become shared definitions, so that they may refer to themselves."""
+    """Converts annotations to schemas. Classes become shared definitions, so that a class may refer to itself."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self._classes: dict[str, type] = {}
 
     def schema(self, kind: Any) -> dict[str, Any]:
-        """Return the schema of one annotation."""
+        """Return the schema of one annotation. Raises InvalidRequestError if there is none."""
         if kind is Any or kind is inspect.Parameter.empty:
             return {}
         if kind is None:
@@ -160,7 +160,7 @@ class _Writer:
         schema = self.schema(inner)
         if any(map(_is_limit, notes)):
             limited = _pydantic_schema(kind)
-            # Its definitions of classes differ from ours, so of those only the limits are taken.
+            # Pydantic's definitions of classes differ from ours, so take only the limits from a schema with classes.
             schema = (
                 schema | {k: limited[k] for k in _LIMITS & limited.keys()} if "$defs" in limited else limited
             )
@@ -183,7 +183,7 @@ class _Writer:
             raise InvalidRequestError(
                 f"no JSON schema for {kind.__name__}; use another type, or pass a schema"
             )
-        name = re.sub(r"\W", "_", kind.__name__)  # of a generic class: "Box[int]"
+        name = re.sub(r"\W", "_", kind.__name__)  # the name of a generic class is like "Box[int]"
         if self._classes.setdefault(name, kind) is not kind:
             raise InvalidRequestError(f"two classes are called {name}; rename one")
         if name not in self.definitions:
@@ -211,7 +211,7 @@ class _Writer:
             required = [n for n, f in fields.items() if f.default is missing and f.default_factory is missing]
             hints = {name: hints[name] for name in fields}
         else:
-            # It ignores Required in annotations that are strings.
+            # Python's ``__required_keys__`` ignores Required in annotations that are strings.
             listed = getattr(kind, "__required_keys__", hints)
             marks = {name: getattr(typing.get_origin(hint), "_name", None) for name, hint in hints.items()}
             required = [
@@ -232,13 +232,16 @@ class _Writer:
 
 
 def _is_limit(note: Any) -> bool:
-    """Return whether metadata of ``Annotated`` limits values: pydantic's ``Field(ge=1)``, not a description."""
+    """Return whether metadata of ``Annotated`` limits values, like ``Field(ge=1)`` and unlike a description."""
     package = type(note).__module__.partition(".")[0]
     return package in ("pydantic", "annotated_types") and bool(getattr(note, "metadata", True))
 
 
 def _pydantic_schema(kind: Any) -> dict[str, Any]:
-    """Return pydantic's schema of an annotation with limits. Raises InvalidRequestError if it has none."""
+    """Return pydantic's schema of an annotation with limits.
+
+    Raises InvalidRequestError if pydantic is not installed or has no schema for the annotation.
+    """
     try:
         from pydantic import TypeAdapter
         from pydantic.errors import PydanticUserError
@@ -252,14 +255,14 @@ def _pydantic_schema(kind: Any) -> dict[str, Any]:
 
 
 def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
-    """Return a docstring's text before its lists, and the description of each argument.
+    """Return a docstring's text before its first section, and the description of each argument.
 
     Reads the styles of Google, numpy and Sphinx, and lines such as ``name: text`` without a heading.
     """
     text: list[str] = []
     lines: dict[str, list[str]] = {}
-    current: tuple[str, ...] = ()  # the arguments that an indented line also describes
-    indent = 0  # of the line that named them
+    current: tuple[str, ...] = ()  # the arguments that a following, more indented line describes
+    indent = 0  # the indentation of the line that names these arguments
     section: str | None = None
     for line in (inspect.getdoc(thing) or "").splitlines():
         if heading := _SECTION.match(line):
@@ -277,7 +280,7 @@ def _documented(thing: Any, names: set[str]) -> tuple[str, dict[str, str]]:
         is_entry = described and names.issuperset(described) and (is_listed or (section is None and at == 0))
         if entry and is_entry and not (current and at > indent):
             current, indent = described, at
-            # numpy's style has the type here, and the text in the lines that follow
+            # numpy's style has the type on this line, and the text on the lines after it
             is_type = (
                 is_listed and not entry["field"] and bool(entry["space"]) and "(" not in line.split(":")[0]
             )
@@ -307,11 +310,11 @@ class Tool:
     """A function that the model may call.
 
     - ``name``: 1 to 128 letters, digits, ``_``, ``-`` and ``.``.
-    - ``parameters``: the JSON schema of its arguments, which are an object.
-    - ``strict``: the schema must be followed exactly. Without it, if no grammar can express the schema and the model
-      may also answer with text, the arguments are any JSON object, and a warning says so.
+    - ``parameters``: the JSON schema of the arguments, which are an object.
+    - ``strict``: the schema must be followed exactly. If ``strict`` is False, no grammar can express the schema, and
+      the model may also answer with text, the arguments are any JSON object, and a warning says so.
 
-    Raises InvalidRequestError for other names and for schemas that do not describe an object, TypeError for other
+    Raises InvalidRequestError for invalid names and for schemas that do not describe an object, TypeError for other
     types.
     """
 
@@ -350,8 +353,8 @@ ToolDefinition: TypeAlias = Callable[..., object] | Mapping[str, object] | Tool
 def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
     """Return the tools as ``Tool`` objects.
 
-    Each is a Python function, ``{"type": "function", "function": {…}}``, or a ``Tool``. A function's schema comes from
-    its signature and docstring; see ``parameters_schema``.
+    Each tool is a Python function, a pydantic model, ``{"type": "function", "function": {…}}``, or a ``Tool``. A
+    function's schema comes from its signature and docstring; see ``parameters_schema``.
 
     Raises InvalidRequestError for more than ``MAX_TOOLS`` tools, duplicate names, unknown keys and invalid schemas,
     TypeError for other types.
@@ -372,7 +375,7 @@ def check_tools(tools: Iterable[ToolDefinition] | None) -> tuple[Tool, ...]:
 
 
 def check_n_tools(n: int) -> None:
-    """Raise InvalidRequestError for more tools than a grammar can hold, before reading any of them."""
+    """Raise InvalidRequestError for more tools than a grammar can hold. Call this before reading the tools."""
     if n > MAX_TOOLS:
         raise InvalidRequestError(
             f"there are {n} tools; the limit is {MAX_TOOLS}: give those that this conversation needs"
@@ -420,10 +423,10 @@ def _named_function(choice: Any) -> str | None:
 
 
 def allowed_tools(tool_choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
-    """Return the choice, and the tools that may be called.
+    """Return the choice of a tool without its list of allowed tools, and the tools that may be called.
 
     OpenAI's ``{"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": […]}}`` limits the
-    tools that may be called; the model still sees all ``tools``.
+    tools that may be called; the model still sees all ``tools``. Any other choice allows all of them.
 
     Raises InvalidRequestError for an unknown name or mode.
     """

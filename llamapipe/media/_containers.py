@@ -1,11 +1,11 @@
-"""Reduces an image file to what its decoder needs: the head and the pixels of the first picture, within limits.
+"""Reduces an image file to the parts that its decoder needs: the head and the pixels of the first picture.
 
 Open this file to read another kind of image, or to change how much work an image may cause.
 
-The size that a file announces limits the pixels, but not the work: a progressive JPEG may pass over them ten thousand
-times, and chunks of text, colour profiles, further frames and previews may unpack to gigabytes. So a file is split into
-its parts here first. Only the parts that make up the pixels are passed on, and no more of them than real files have.
-One pass over the parts is enough, because each states its length.
+The size that a file announces limits the pixels, but not the work. A progressive JPEG may pass over its pixels ten
+thousand times, and chunks of text, colour profiles, further frames and previews may unpack to gigabytes. So this module
+splits a file into its parts. It passes on only the parts that make up the pixels, and no more of them than real files
+have. One pass over the parts is enough, because each part states its length.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MOST_PARTS = 2**16  # chunks or blocks: a PNG of 64 MB has 8,192 of 8 KB
-MOST_SEGMENTS = 2**13  # of a JPEG: one of 64 MB has 1,024 of 64 KB
-MOST_SCANS = 256  # passes of a JPEG over its pixels; usual ones have up to 10
-MOST_SCANNED = 2**29  # pixels × scans: 16 of the largest image, half a second
-MOST_BLOCKS = 2**19  # of 255 bytes, of a GIF: twice what a file may have
+MOST_SEGMENTS = 2**13  # of a JPEG: a file of 64 MB has 1,024 of 64 KB
+MOST_SCANS = 256  # passes of a JPEG over its pixels; usual JPEGs have up to 10
+MOST_SCANNED = 2**29  # pixels × scans: 16 scans of the largest image, half a second
+MOST_BLOCKS = 2**19  # of a GIF: twice the number of 255-byte blocks in the largest file
 MOST_RLE_PIXELS = 2**21  # of a BMP with run lengths, which Pillow decodes in Python
-MOST_RLE_BYTES = 2**20
-_ORIENTATION = 0x0112
-_SHORT = 3  # a type of EXIF
+MOST_RLE_BYTES = 2**20  # of such a BMP
+_ORIENTATION = 0x0112  # EXIF's tag
+_SHORT = 3  # EXIF's type of 16-bit integers
 
 
 class ContainerError(ValueError):
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
 
 def picture_in(data: bytes) -> Picture | None:
-    """Return the first picture of a file; None if its format is not supported. Raises ContainerError."""
+    """Return the first picture of a file; None if the format is not supported. Raises ContainerError above a limit."""
     for magic, name, reduced in _READERS:
         if magic.match(data):
             parts, exif = reduced(data)
@@ -47,7 +47,7 @@ def picture_in(data: bytes) -> Picture | None:
     return None
 
 
-_Reduced = tuple[list[bytes], bytes]
+_Reduced = tuple[list[bytes], bytes]  # the kept parts of a file, and its EXIF data or b""
 
 
 def _orientation(exif: bytes) -> int:
@@ -70,14 +70,14 @@ def _too_many(what: str, most: int) -> ContainerError:
 
 # ---- JPEG
 _JPEG_MARKER = re.compile(rb"\xff([^\x00\xff])")
-_AFTER_SCAN = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # restart markers are of the scan
+_AFTER_SCAN = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # restart markers belong to the scan
 _END, _BEGIN, _SCAN = 0xD9, 0xD8, 0xDA
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_JPEG_KEPT = _FRAMES | {0xC4, 0xCC, 0xDB, 0xDD}  # with tables and the restart interval
+_JPEG_KEPT = _FRAMES | {0xC4, 0xCC, 0xDB, 0xDD}  # frames, tables and the restart interval
 
 
 def _jpeg(data: bytes) -> _Reduced:
-    """Return the file without previews, profiles and comments, but with the segments about stored colours."""
+    """Return the file without previews, profiles and comments. Segments that define the stored colours stay."""
     kept, exif = [data[:2]], b""
     at, n_pixels, n_scans = 2, 0, 0
     for _ in range(MOST_SEGMENTS):
@@ -88,7 +88,7 @@ def _jpeg(data: bytes) -> _Reduced:
         if marker in (_BEGIN, _END):
             kept.append(data[begin:at])
             return kept, exif
-        if marker < 0xC0 or 0xD0 <= marker <= 0xD7:  # without a length
+        if marker < 0xC0 or 0xD0 <= marker <= 0xD7:  # markers without a length
             continue
         end = at + int.from_bytes(data[at : at + 2], "big")
         body = data[at + 2 : min(end, at + 16)]
@@ -117,7 +117,7 @@ def _jpeg(data: bytes) -> _Reduced:
 
 # ---- PNG
 def _png(data: bytes) -> _Reduced:
-    """Return the file without texts, profiles and the frames of an animation."""
+    """Return the file without texts, profiles and the further frames of an animation."""
     kept, exif = [data[:8]], b""
     for name, begin, end in _chunks(data, 8, "big"):
         if name in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
@@ -130,7 +130,10 @@ def _png(data: bytes) -> _Reduced:
 
 
 def _chunks(data: bytes, at: int, order: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the name, start and end of each chunk of a PNG or WebP, up to the first incomplete one."""
+    """Yield the name, start and end of each chunk of a PNG or WebP, up to the first chunk without a whole name.
+
+    The end may be beyond the data. ``order``: "big" for PNG, "little" for WebP.
+    """
     for _ in range(MOST_PARTS):
         if order == "big":
             name, n = data[at + 4 : at + 8], int.from_bytes(data[at : at + 4], "big") + 12
@@ -145,11 +148,11 @@ def _chunks(data: bytes, at: int, order: str) -> Iterator[tuple[bytes, int, int]
 
 
 # ---- WebP
-_WEBP_FLAGS = 0b10010  # alpha and animation, of those that say what further chunks there are
+_WEBP_FLAGS = 0b10010  # the flags for alpha and animation; other flags announce chunks that are removed
 
 
 def _webp(data: bytes) -> _Reduced:
-    """Return the first frame of an animation, without profiles."""
+    """Return the file without profiles; of an animation, only the first frame."""
     kept, exif, n_frames = [b""], b"", 0
     for name, begin, end in _chunks(data, 12, "little"):
         if name == b"VP8X" and end - begin == 18:
@@ -168,7 +171,7 @@ def _webp(data: bytes) -> _Reduced:
 
 # ---- GIF
 def _gif(data: bytes) -> _Reduced:
-    """Return the first frame, without comments."""
+    """Return the file with only its first frame, without comments."""
     at = 13 + _table_bytes(data[10:11])
     kept, control = [data[:at]], b""
     for _ in range(MOST_PARTS):

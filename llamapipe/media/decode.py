@@ -1,9 +1,9 @@
 """Decodes images and sounds: converts paths, bytes, Pillow images and arrays to pixels and samples.
 
-Open this file to change a limit or a format. Nothing here is native code. A hostile image reaches only Pillow, and of
-Pillow only the decoders of common formats. They get no image whose header announces too many pixels, and only the parts
-that ``_containers.py`` passes on. Sounds must be WAV files: decoding MP3, Ogg or M4A would need a large C library, and
-a client can convert them with one command.
+Open this file to change a limit or a format. Nothing here is native code. A hostile image reaches only Pillow's
+decoders of common formats. They get no image whose header announces too many pixels, and only the parts that
+``_containers.py`` passes on. Sounds must be WAV files: decoding MP3, Ogg or M4A would need a large C library, and a
+client can convert such files with one command.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_BYTES = 2**26  # of a file
-MOST_PIXELS = 2**25  # of an image, 33 million
+MOST_PIXELS = 2**25  # of an image: 33 million
 MOST_SECONDS = 30 * 60  # of a sound
-_LONGEST_RATIO = 200  # of an image's sides
+_LONGEST_RATIO = 200  # of an image's longer side to its shorter side
 _MOST_CHUNKS = 1000  # of a WAV file
 _BLOCK = 2**18  # samples that are computed together
 _FLOATS, _EXTENSIBLE = 3, 0xFFFE  # formats of WAV files; PCM is 1
-# Numpy types by format and bits. 24-bit samples are read as bytes.
+# Numpy types by WAV format and bits per sample. 24-bit samples are read as bytes.
 _SAMPLES = {
     (1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (_FLOATS, 32): "<f4", (_FLOATS, 64): "<f8",
 }  # fmt: skip
@@ -67,9 +67,9 @@ Kind = Literal["image", "sound"]
 
 
 class Given(NamedTuple):
-    """An image or a sound as a caller gave it. ``value``: bytes, a path, a Pillow image or an array.
+    """An image or a sound as the caller passed it. ``value``: bytes, a path, a Pillow image or an array.
 
-    ``place``: where it is in the request, for error messages. ``rate``: the sampling rate in Hz of a sound in an array.
+    ``place``: the place in the request, for error messages. ``rate``: the sampling rate in Hz of a sound in an array.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Given(NamedTuple):
     rate: int | None = None
 
     def digest(self) -> bytes:
-        """Return a 32-byte hash of the content; reads the file of a path. Raises InvalidRequestError, TypeError."""
+        """Return a 32-byte hash of the content; read the file if it is a path. Raises as ``content`` does."""
         head = f"{self.kind} {self.rate} ".encode()
         content = self.content()
         if isinstance(content, bytes):
@@ -87,7 +87,7 @@ class Given(NamedTuple):
         return sha256(head + f"{array.dtype} {array.shape} ".encode() + array.tobytes()).digest()
 
     def content(self) -> bytes | npt.NDArray[Any]:
-        """Return the bytes of the file, or an array."""
+        """Return the bytes of a file, or an array of pixels or samples. Raises InvalidRequestError, TypeError."""
         value = self.value
         if isinstance(value, (str, os.PathLike)):
             return self._read(Path(value))
@@ -132,9 +132,9 @@ class Given(NamedTuple):
         return np.ascontiguousarray(image)
 
     def samples(self, rate: int, max_s: float | None = None) -> npt.NDArray[np.float32]:
-        """Decode a sound to mono float32 samples at ``rate`` Hz. ``max_s``: a limit in seconds below ``MOST_SECONDS``.
+        """Decode a sound to mono samples at ``rate`` Hz: (n,), float32.
 
-        Raises InvalidRequestError, TypeError.
+        ``max_s``: a limit in seconds below ``MOST_SECONDS``. Raises InvalidRequestError, TypeError.
         """
         content = self.content()
         if isinstance(content, bytes):
@@ -197,14 +197,14 @@ def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many kinds for damaged files
-        check_wanted()  # which may be what was raised
+        check_wanted()  # raises again if the error is from `check_wanted`
         reason = "it is none" if type(error).__name__ == "UnidentifiedImageError" else str(error)
         raise InvalidRequestError(
             f"{place}: the image cannot be decoded ({reason[:200]}); give PNG, JPEG, WebP, GIF or BMP"
         ) from None
 
 
-# Pillow's names of the transposition that turns a picture upright, by EXIF orientation.
+# Pillow's names of the transpositions that turn a picture upright, by EXIF orientation.
 _TURNS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
@@ -212,7 +212,10 @@ _TURNS = {
 
 
 def _rgb(image: Any) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a Pillow image. Its own conversion of 16-bit grey makes all but the darkest white."""
+    """Return the pixels of a Pillow image: (height, width, 3), uint8.
+
+    16-bit grey is converted here, because Pillow's conversion makes all but the darkest pixels white.
+    """
     if image.mode.startswith("I;16"):
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, 2)
@@ -220,7 +223,7 @@ def _rgb(image: Any) -> npt.NDArray[np.uint8]:
 
 
 class _Watched(io.BytesIO):
-    """A file in memory, read in pieces, that stops its decoder when the picture is no longer wanted."""
+    """A file in memory that stops its decoder, which reads it in pieces, when the picture is no longer wanted."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         check_wanted()
@@ -253,7 +256,7 @@ def _as_mono(place: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the samples of a WAV file, averaged over its channels, and their rate.
+    """Return the samples of a WAV file, averaged over its channels, as (n,) float32, and their rate in Hz.
 
     The standard library's reader supports neither floats nor, before Python 3.12, ``WAVE_FORMAT_EXTENSIBLE``, which
     many programs write for more than 16 bits or two channels.
@@ -267,7 +270,7 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     at = 12
     for _ in range(_MOST_CHUNKS):
         n = int.from_bytes(data[at + 4 : at + 8], "little")
-        body = memoryview(data)[at + 8 : at + 8 + n]  # a file written to a pipe may announce more than it has
+        body = memoryview(data)[at + 8 : at + 8 + n]  # a file from a pipe may announce more bytes than it has
         if data[at : at + 4] == b"fmt ":
             form = body
         elif data[at : at + 4] == b"data":
@@ -306,7 +309,7 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
 
 
 def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
-    """Return ``n`` values, interpolated between the samples at multiples of ``step``.
+    """Return ``n`` values, interpolated linearly between the samples at multiples of ``step``.
 
     Works in blocks, because numpy's float64 intermediates would need several times the memory of the sound.
     """
@@ -321,7 +324,7 @@ def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDA
 
 
 def _image_format(data: bytes) -> str:
-    """Return the format of a file that is not decoded, for error messages; "none" if it is not known as an image."""
+    """Return the format of an image file that is not decoded, for error messages; "none" if it is no known image."""
     if data[4:8] == b"ftyp":
         return _BRANDS.get(data[8:12], "a video")
     if data[:1000].lstrip(b"\xef\xbb\xbf \r\n\t").startswith((b"<svg", b"<?xml")) and b"<svg" in data[:1000]:
@@ -353,7 +356,7 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
         root = folder.resolve(strict=True)
         path = (root / name).resolve(strict=True)
         is_inside = path.is_relative_to(root) and path.is_file()
-    except (OSError, ValueError, RuntimeError):  # there is none; a NUL in it; a link to itself
+    except (OSError, ValueError, RuntimeError):  # no such file; a NUL in the name; a link to itself
         is_inside = False
     if not is_inside:
         raise InvalidRequestError(f"{place}: {quoted(name[:80])} is not a file in {folder} or below it")
@@ -364,8 +367,8 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
     """Return the image or sound in a part of a message, in our form or OpenAI's; None for other parts.
 
-    ``reads_files``: a str is a path unless it is a data URL; otherwise only data URLs and base64 are accepted. Raises
-    InvalidRequestError, TypeError.
+    ``reads_files``: in our form, a str may be a path; if False, a str must be a data URL. OpenAI's form has data URLs
+    and base64 only. Raises InvalidRequestError, TypeError.
     """
     kind = part.get("type")
     if kind in ("image_url", "input_image"):

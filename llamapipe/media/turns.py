@@ -2,7 +2,7 @@
 
 Decoding an image and cutting it up takes up to two seconds and some hundreds of megabytes. So two images are prepared
 at a time, but only one of each share. A share's image never waits for the images of a single other share. If several
-others are busy, it waits for at most one image of each, however many they have.
+other shares are busy, the image waits for at most one image of each, however many they have.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from llamapipe.locks import Lock
 from llamapipe.wanted import check_wanted
 
 N_MOST = 2
-_LOOK_S = 0.05  # between two checks whether a waiting image is still wanted
+_LOOK_S = 0.05  # seconds between two checks whether a waiting image is still wanted
 
 
 class Turns:
     """Admits ``N_MOST`` callers at a time, one per share. Waiting shares are admitted in turn. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = Lock()  # of what follows; held for microseconds
-        self._waiting: OrderedDict[Hashable, deque[Event]] = OrderedDict()  # in the order of turns
+        self._lock = Lock()  # protects the attributes below; held for microseconds
+        self._waiting: OrderedDict[Hashable, deque[Event]] = OrderedDict()  # shares in the order of turns
         self._inside: dict[Event, Hashable] = {}
 
     def __repr__(self) -> str:
@@ -33,7 +33,7 @@ class Turns:
 
     @contextmanager
     def turn(self, share: Hashable) -> Iterator[None]:
-        """Wait for the share's turn, and hold it. Raises as ``check_wanted`` does."""
+        """Wait for the share's turn; hold the turn during the block. Raises as ``check_wanted`` does."""
         entered = Event()
         try:
             with self._lock:
@@ -52,7 +52,7 @@ class Turns:
                 self._admit()
 
     def _admit(self) -> None:
-        """Admit the next shares. The caller holds the lock."""
+        """Admit waiting callers while there is room. The caller holds the lock."""
         for share in list(self._waiting):
             if not self._waiting[share]:
                 del self._waiting[share]

@@ -1,10 +1,10 @@
 """Writes as Lark the parts of a JSON schema that llguidance's own schema compiler cannot follow exactly.
 
 llguidance reads numbers as doubles, so integers beyond 2**53 would silently change. It does not support
-``uniqueItems``, ``contains`` or look-around in patterns. Only the parts that need these, and the parts around them, are
-written here. All others become ``%json`` elements of the grammar, which llguidance's compiler reads.
+``uniqueItems``, ``contains`` or look-around in patterns. This module writes only the parts that need these, and the
+parts around them. All other parts become ``%json`` elements of the grammar, which llguidance's compiler reads.
 
-``patterns`` writes patterns with look-ahead as Lark. The regular expressions for numbers within bounds are exact for
+``patterns`` writes patterns with look-around as Lark. The regular expressions for numbers within bounds are exact for
 any number of digits.
 """
 
@@ -45,7 +45,7 @@ from llamapipe.structured.schema import (
 
 
 def integer_range(low: int | None, high: int | None) -> str:
-    """Return a regular expression for the integers from ``low`` to ``high``, inclusive; None for no bound."""
+    """Return a regular expression for the integers from ``low`` to ``high``, inclusive. None means no bound."""
     parts = []
     if low is None or low < 0:
         parts.append(
@@ -64,14 +64,14 @@ _FRACTION = r"(?:\.[0-9]+)?"
 def number_bound(bound: Fraction, keyword: str) -> str:
     """Return a regular expression for the decimal numbers, without exponents, that one bound allows.
 
-    ``bound`` must have finitely many digits. ``keyword``: ``minimum``, ``maximum``, ``exclusiveMinimum`` or
-    ``exclusiveMaximum``.
+    ``bound`` must have finitely many digits. ``keyword``: "minimum", "maximum", "exclusiveMinimum" or
+    "exclusiveMaximum".
     """
     is_exclusive = keyword.startswith("exclusive")
     is_upper = keyword.endswith("aximum")
     size = abs(bound)
     sign, other = ("-", "") if bound < 0 or (bound == 0 and is_upper) else ("", "-")
-    if bound == 0 or (bound > 0) != is_upper:  # away from zero
+    if bound == 0 or (bound > 0) != is_upper:  # the allowed numbers lie away from zero
         zero = [r"-?0(?:\.0+)?"] if bound == 0 and not is_exclusive else []
         return "|".join([f"{sign}(?:{_far_from(size, is_exclusive)})", *zero])
     up_to = _up_to(size, is_exclusive)
@@ -82,7 +82,7 @@ def number_bound(bound: Fraction, keyword: str) -> str:
 
 
 def _digits(size: Fraction) -> tuple[int, str]:
-    """Return the whole part and the digits after the decimal point."""
+    """Return the whole part of a number and the digits after its decimal point."""
     whole, rest = divmod(size, 1)
     digits = ""
     while rest:
@@ -92,7 +92,7 @@ def _digits(size: Fraction) -> tuple[int, str]:
 
 
 def _far_from(size: Fraction, is_exclusive: bool) -> str:
-    """Return an expression for numbers of at least ``size``, or above it if exclusive."""
+    """Return a regular expression for numbers of at least ``size``; with ``is_exclusive``, above ``size``."""
     whole, digits = _digits(size)
     above = r"[0-9]*[1-9][0-9]*" if is_exclusive else "[0-9]*"
     parts = [f"(?:{_natural_range(whole + 1, None)}){_FRACTION}"]
@@ -107,7 +107,7 @@ def _far_from(size: Fraction, is_exclusive: bool) -> str:
 
 
 def _up_to(size: Fraction, is_exclusive: bool) -> str:
-    """Return an expression for numbers from 0 up to ``size``, or below it if exclusive."""
+    """Return a regular expression for numbers from 0 up to ``size``; with ``is_exclusive``, below ``size``."""
     whole, digits = _digits(size)
     parts = [] if whole == 0 else [f"(?:{integer_range(0, whole - 1)}){_FRACTION}"]
     if not digits:
@@ -124,7 +124,7 @@ def _up_to(size: Fraction, is_exclusive: bool) -> str:
 
 
 def _natural_range(low: int, high: int | None) -> str:
-    """Return a regular expression as ``integer_range`` does, from a ``low`` of 1 or more."""
+    """Return a regular expression like ``integer_range``, for a ``low`` of 1 or more."""
     n_low = len(str(low))
     if high is None:
         return f"{_same_length(str(low), '9' * n_low)}|[1-9][0-9]{{{n_low},}}"
@@ -159,9 +159,9 @@ def _same_length(low: str, high: str) -> str:
     return f"(?:{'|'.join(parts)})"
 
 
-_EXACT = 2**53  # every integer up to this one is exact as a double
-_MOST_DIGITS = 400
-_MOST_PLAIN_CHARS = 2**19  # each part that llguidance's compiler reads has its own copy of the definitions
+_EXACT = 2**53  # doubles hold every integer up to this one exactly
+_MOST_DIGITS = 400  # of a bound
+_MOST_PLAIN_CHARS = 2**19  # of all parts for llguidance's compiler, which each have a copy of the definitions
 _NAME = rf'/"{CHARACTER}*"/'  # any string of JSON
 
 
@@ -181,7 +181,7 @@ class SchemaGrammar:
         self._parts = dict(subschemas(root))
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
-        self._n_chars = 0  # of what `_plain` wrote
+        self._n_chars = 0  # of the texts that `_plain` has written
         self.hard = frozenset(self._find_hard())
 
     @property
@@ -218,7 +218,7 @@ class SchemaGrammar:
             if pointer in reached:
                 continue
             reached.add(pointer)
-            # A definition does not make the part hard that holds it: only what refers to it.
+            # A hard definition does not make the part that holds it hard, but only parts that refer to it.
             parents = users.get(pointer, [])
             if in_definition.search(pointer):
                 parents = [
@@ -235,14 +235,14 @@ class SchemaGrammar:
 
     # ---- rules
     def _rule(self, pointer: str) -> str:
-        """Return the rule of a part, which is written once."""
+        """Return the name of a part's rule. The first call writes the rule."""
         if pointer in self._names:
             return self._names[pointer]
         part = self._parts[pointer]
         if pointer not in self.hard and part.keys() & ASSERTIONS == {"$ref"}:
             place = resolved(self.root, part["$ref"])
             if place is not None and place[0] in self._parts:
-                return self._rule(place[0])  # so that a definition is written once, however often it is used
+                return self._rule(place[0])  # a definition is written once, however often it is used
         name = self._names[pointer] = f"n{len(self._names)}"
         body = self._body(pointer, part) if pointer in self.hard else self._plain(pointer, part)
         self._lines.append(f"{name}: {body}")
@@ -326,7 +326,7 @@ class SchemaGrammar:
             )
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
-        """Write the alternatives. Treat ``oneOf`` as ``anyOf``, because ``_logic`` has made its schemas exclusive."""
+        """Write the alternatives. ``oneOf`` means ``anyOf`` here, because ``_logic`` makes its schemas exclusive."""
         options = node[keyword]
         elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
         return " | ".join(element for element in elements if element is not None) or self._nothing(
@@ -456,17 +456,17 @@ class SchemaGrammar:
         return f'"[" {rest} "]"'
 
     def _more(self, item: str, low: int, high: int | None, is_after: bool) -> str:
-        """Write ``low`` to ``high`` items with commas between them, and before the first one if items precede it."""
+        """Write ``low`` to ``high`` items with commas between them; with ``is_after``, also before the first item."""
         if is_after:
             return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
         tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
         return f"({item} {tail})" + ("" if low else "?")
 
     def _counted(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """Write an automaton whose state is the number of items and the number that ``contains`` counts.
+        """Write an automaton whose state is the number of items and the number of items that ``contains`` counts.
 
-        Both numbers are counted up to a bound. A rule matches the texts that lead to its state. It begins with the
-        previous state's rule, so the parser's work for an item does not grow with the array.
+        Both numbers are counted up to a bound. A rule matches the texts that lead to its state. The rule begins with
+        the previous state's rule, so the parser's work for an item does not grow with the array.
         """
         first, counted = node.get("prefixItems", []), node[COUNTED]
         fewest, n_max = node.get("minContains", 1), node.get("maxContains")
@@ -477,7 +477,10 @@ class SchemaGrammar:
             return self._element(f"{pointer}/{place}", schema)
 
         def items(i: int, n: int) -> list[tuple[int, str]]:
-            """Return the possible counts after the item at ``i``, with ``n`` counted before it, and their elements."""
+            """Return the possible counts after the item at ``i``, each with the item's element.
+
+            ``n``: the count before the item.
+            """
             at = str(i) if i < len(first) else "rest"
             place, schema = (
                 (f"prefixItems/{i}", first[i]) if i < len(first) else ("items", node.get("items", True))
@@ -510,7 +513,7 @@ class SchemaGrammar:
         return f'"[" ({" | ".join(ends)}) "]"'
 
     def _unique(self, pointer: str, node: Node, least: int, most: Any) -> str:
-        """Write each value at most once, in any order. The rule's parameter has a bit for each value written."""
+        """Write each value at most once, in any order. The rule's parameter has a bit for each value, set once used."""
         values = listed_values(self.root, node["items"])
         assert values is not None
         item = target(self.root, node["items"])
@@ -573,7 +576,7 @@ class SchemaGrammar:
         return '"{" ' + self._members(fields) + ' "}"'
 
     def _members(self, fields: Sequence[tuple[str, bool]]) -> str:
-        """Write the members in order, with or without each optional one. The number of rules is linear in theirs."""
+        """Write the members in order, with or without each optional member. Each member adds at most three rules."""
         after = first = '""'
         for field, is_required in reversed(fields):
             member = self._new("r", field)
@@ -586,7 +589,7 @@ class SchemaGrammar:
                 after = self._new("r", f"{after_here} | {after}")
         return first
 
-    # ---- what cannot be
+    # ---- errors
     def _nothing(self, pointer: str, keyword: str) -> NoReturn:
         self._fail(pointer, keyword, "no value satisfies it")
 
@@ -651,14 +654,14 @@ def _has_large(value: Any) -> bool:
 
 
 def _fraction(value: Any) -> Fraction | None:
-    """Return a number exactly as JSON writes it, even if a double cannot hold it."""
+    """Return the exact number that JSON writes, even if a double cannot hold it; None for other values."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 
 def _fits(value: Any, node: Node) -> bool:
-    """Return whether a listed value has the type and is within the bounds that accompany the list."""
+    """Return whether a listed value has the type and is within the bounds of the schema that lists it."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     number = _fraction(value)

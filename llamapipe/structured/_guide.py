@@ -1,7 +1,7 @@
 """Follows a request through its grammar to find the allowed tokens, and prepares vocabularies for llguidance.
 
-llguidance is an optional dependency. Only this module imports it, when the first grammar is compiled. It reports errors
-as a state of its matcher. Every call here converts such a state to DecodeError, which fails only this request.
+llguidance is an optional dependency. Only this module imports llguidance, when a grammar first needs it. llguidance
+reports errors as a state of its matcher. ``Guide`` converts such a state to DecodeError, which fails only one request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llamapipe.native.owner import Owner
 def llguidance(field: str) -> Any:
     """Return the llguidance module. Any thread.
 
-    Raises ImportError if it is not installed; the message names ``field``, the option that needs it, and the fix.
+    Raises ImportError if llguidance is not installed. The message names ``field``, the option that needs it.
     """
     module = sys.modules.get("llguidance")
     if module is not None:
@@ -42,13 +42,13 @@ class GrammarTokenizer:
     """The tokens of a vocabulary as matchers need them, and masks of its end-of-generation tokens.
 
     llguidance sees one more token than the vocabulary has: an end token with the id ``n_vocab``. Where a grammar allows
-    that token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can end even if the vocabulary
-    has no end-of-generation token.
+    the end token, all end-of-generation tokens of the vocabulary are allowed. So a grammar can end even if the
+    vocabulary has no end-of-generation token.
 
     - ``native``: the ``LLTokenizer``. It refers to the vocabulary weakly, so a cache keyed by vocabularies may hold it.
     - ``eog``: uint32 ``(n_words,)``, the bits of end-of-generation tokens. ``not_eog``: the bits of all other tokens.
 
-    Immutable; any thread. Building it takes a Python call and a copy per token: 0.6 s for 152,000 tokens.
+    Immutable; any thread. The constructor takes a Python call and a copy per token: 0.6 s for 152,000 tokens.
     """
 
     def __init__(self, vocab: Vocab, field: str = "a grammar") -> None:
@@ -68,7 +68,7 @@ class GrammarTokenizer:
         return f"<GrammarTokenizer n_vocab={self.n_vocab}>"
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Return the tokens that a text usually has inside a longer text; empty if no tokens have these bytes."""
+        """Return the tokens that ``text`` usually has inside a longer text; empty if their bytes would differ."""
         try:
             decoded = text.decode()
         except UnicodeDecodeError:
@@ -90,9 +90,9 @@ class GrammarTokenizer:
 def token_bytes(vocab: Vocab) -> tuple[list[bytes], list[int]]:
     """Return the bytes of every token, and the ids of special tokens, which never represent text.
 
-    The bytes of a control token are its name, by which a Lark grammar can ask for it (``<|end|>``). End-of-generation
-    tokens are special even if they have text, because such a token inside a string would end the request there. Tokens
-    with neither text nor name (unused ids, padding) have no bytes, and no grammar allows them.
+    The bytes of a control token are its name, such as ``<|end|>``, with which a Lark grammar can require it.
+    End-of-generation tokens are special even if they have text, because such a token inside a string would end the
+    request there. Tokens with neither text nor name (unused ids, padding) have no bytes, and no grammar allows them.
     """
     tokens = [vocab.piece(t) for t in range(vocab.n_vocab)]
     special = set(vocab.eog_tokens)
@@ -115,7 +115,7 @@ class _Source:
         self._vocab = weakref.ref(vocab)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the token ids of ``text``. For bytes, TypeError makes llguidance pass valid UTF-8 as a str.
+        """Return the token ids of ``text``. For bytes, a TypeError makes llguidance pass valid UTF-8 as a str.
 
         Masks do not depend on the result, because grammars are compiled with ``no_forcing``.
         """
@@ -132,8 +132,8 @@ def _bits(n_words: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
 
 
 _MAX_MESSAGE = 2000
-# llguidance bounds the work of the lexer between two masks. Tokens beyond the bound are refused as if they did not
-# match, and every copy of the matcher fails from then on.
+# Tokens that a guide accepts between two masks. llguidance bounds the lexer's work between two masks: it refuses tokens
+# beyond the bound as if they did not match, and every copy of the matcher then fails.
 _MOST_WITHOUT_MASK = 4
 _BYTES_A_TOKEN = 16  # of forced text, at most
 DEAD_END = (
@@ -144,12 +144,12 @@ DEAD_END = (
 class Guide(Owner):
     """Follows the tokens of one request through its grammar. ``GuideFactory.new`` creates it.
 
-    ``prepare`` does the work of a step; llguidance computes the mask without the GIL, and the rest takes a few
+    ``prepare`` does the work of a step: llguidance computes the mask without the GIL, and the rest takes a few
     microseconds. ``mask`` returns the result. Use a guide from one thread at a time; the thread may change.
 
     End-of-generation tokens are allowed only when the output so far is a complete match of the grammar. If no other
-    token is allowed, ``finished`` is true and the request should end, because a vocabulary may have no
-    end-of-generation token.
+    token is allowed, ``finished`` is true. End the request then, because the vocabulary may have no end-of-generation
+    token.
     """
 
     def __init__(
@@ -159,18 +159,19 @@ class Guide(Owner):
         other: Callable[[], Any] | None = None,
         on_exhausted: Callable[[], object] = int,
     ) -> None:
-        """``start``: a matcher at the grammar's beginning, which is copied. ``other``: returns a second matcher.
+        """``start``: a matcher at the grammar's beginning, which is copied. ``other``: returns a second such matcher.
 
-        ``on_exhausted`` is called when the lexer reaches its limit. All copies of a matcher share the lexer.
+        ``on_exhausted`` is called when the lexer, which all copies of a matcher share, reaches its limit. Without
+        ``other``, ``forced`` returns no tokens.
         """
         self._start = start
         self._tokenizer = tokenizer
         self._other = other
         self._on_exhausted = on_exhausted
-        # Long forced text exhausts a lexer, and copies share theirs: so a separate matcher is asked for it.
+        # Long forced text exhausts a lexer, which all copies share. So a separate matcher finds forced text.
         self._ahead: Any = None
-        self._n_ahead = 0  # tokens that it has accepted
-        # A number of accepted tokens, and the forced ones after them.
+        self._n_ahead = 0  # tokens that `_ahead` has accepted
+        # A number of accepted tokens, and the forced tokens after them.
         self._forced: tuple[int, list[int]] = (0, [])
         self._matcher: Any = start.deep_copy()
         n_words = tokenizer.n_words
@@ -210,7 +211,7 @@ class Guide(Owner):
             raise self._failure(f"the grammar stopped after {len(self._tokens)} tokens", matcher)
         end = self._tokenizer.n_vocab
         self._may_end = bool(self._buffer[end >> 5] >> np.uint32(end & 31) & np.uint32(1))
-        # Drops llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
+        # Drop llguidance's own end token, and end-of-generation tokens that a Lark grammar names.
         np.bitwise_and(self._words, self._tokenizer.not_eog, out=self._words)
         self._finished = not self._words.any()
         if self._finished and not self._may_end:
@@ -222,8 +223,8 @@ class Guide(Owner):
     def mask(self) -> npt.NDArray[np.uint32]:
         """Return the tokens allowed next as a mask: uint32 ``(ceil(n_vocab / 32),)``.
 
-        Token ``i`` is at bit ``i % 32`` of word ``i // 32``. A read-only view of the guide's buffer, valid until the
-        next call of any other method. Bits from ``n_vocab`` upwards are 0. Raises as ``prepare`` does.
+        Token ``i`` is at bit ``i % 32`` of word ``i // 32``. Bits from ``n_vocab`` upwards are 0. The result is a
+        read-only view of the guide's buffer, valid until the next call of any other method. Raises as ``prepare`` does.
         """
         self.prepare()
         return self._mask
@@ -237,7 +238,7 @@ class Guide(Owner):
 
     @property
     def finished(self) -> bool:
-        """True if nothing but the end of generation may follow. Raises as ``prepare`` does."""
+        """True if only the end of generation may follow, or has been accepted. Raises as ``prepare`` does."""
         if not self._ended:
             self.prepare()
         return self._finished or self._ended
@@ -249,7 +250,7 @@ class Guide(Owner):
             self.prepare()
         if 0 <= token < self._tokenizer.n_vocab and not self._ended:
             if bool(self._tokenizer.eog[token >> 5] >> np.uint32(token & 31) & np.uint32(1)):
-                # llguidance knows only its own end token, so this one is recorded here; rollback can remove it again.
+                # llguidance knows only its own end token. Record this token here, where `rollback` can remove it.
                 if self.may_end:
                     self._ended = True
                     return
@@ -268,7 +269,7 @@ class Guide(Owner):
         return ConstraintError(f"{what}: {message}")
 
     def accept_any(self) -> None:
-        """Accept the first allowed token that represents text. Raises DecodeError as ``accept`` does."""
+        """Accept the first allowed token that does not end generation, if any. Raises DecodeError like ``accept``."""
         (words,) = np.nonzero(self.mask() & self._tokenizer.not_eog)
         if len(words):
             word = int(words[0])
@@ -279,7 +280,7 @@ class Guide(Owner):
     def forced(self, n: int) -> list[int]:
         """Return up to ``n`` tokens of the text that begins every continuation. Computes no mask; accepts nothing.
 
-        The text is certain. The tokens are its usual ones, but ``mask`` also allows others.
+        The text is certain. The tokens are its usual tokens, but ``mask`` also allows other tokens of the same text.
         """
         self._open()
         if self._ended or self._other is None:
@@ -297,12 +298,12 @@ class Guide(Owner):
             self._ahead, self._n_ahead = self._other().deep_copy(), 0
         new = self._tokens[self._n_ahead :]
         self._n_ahead += len(new)
-        if self._ahead.try_consume_tokens(new) != len(new):  # its lexer has reached a limit
+        if self._ahead.try_consume_tokens(new) != len(new):  # the second lexer has reached a limit
             self._other = self._ahead = None
             return []
-        # A copy is asked: a matcher that has told which bytes are forced takes no special token in their place.
+        # Use a copy: after computing forced bytes, a matcher accepts no special token in their place.
         forced: bytes = self._ahead.deep_copy().compute_ff_bytes()
-        if len(forced) > _BYTES_A_TOKEN * n:  # too long for a step: its first characters
+        if len(forced) > _BYTES_A_TOKEN * n:  # too long for a step, so keep the first characters
             forced = forced[: _BYTES_A_TOKEN * n].decode(errors="ignore").encode()
         return self._tokenizer.tokens_of(forced)[:n] if forced else []
 
@@ -310,9 +311,10 @@ class Guide(Owner):
         self._ahead, self._forced = None, (0, [])
 
     def follow(self, tokens: Sequence[int], n_known: int = 0) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the mask after each of these tokens except the first ``n_known``, up to one that is not allowed.
+        """Yield the mask after each of ``tokens`` except the first ``n_known``, up to a token that is not allowed.
 
-        A mask without words means that the text is finished. Nothing is accepted.
+        Each mask is a copy, uint32 ``(n_words,)``. A mask of shape ``(0,)`` means that the text is finished. The guide
+        itself accepts nothing.
         """
         with self._copied() as ahead:
             for i, token in enumerate(tokens):
@@ -322,9 +324,9 @@ class Guide(Owner):
                     yield mask[:0] if ahead.finished else mask.copy()
 
     def n_allowed(self, tokens: Sequence[int], limit_s: float) -> int:
-        """Count how many of these tokens may follow in sequence, within at most ``limit_s`` seconds.
+        """Count how many of ``tokens`` may follow in sequence. Stop after about ``limit_s`` seconds.
 
-        Nothing is accepted, and no mask is computed. In most grammars, an allowed token takes a few microseconds.
+        The guide itself accepts nothing. In most grammars, an allowed token takes a few microseconds.
         """
         n, until_s = 0, perf_counter() + limit_s
         with self._copied() as ahead:
@@ -337,7 +339,7 @@ class Guide(Owner):
 
     @contextmanager
     def _copied(self) -> Iterator[Guide]:
-        """Return a guide in the same state. A dead end or a limit ends the block: the request meets it there."""
+        """Yield a guide in the same state. A DecodeError ends the block silently; the request will raise it later."""
         ahead = Guide(self._open(), self._tokenizer, on_exhausted=self._on_exhausted)
         with ahead, suppress(DecodeError):
             yield ahead
@@ -393,6 +395,6 @@ def message_of(matcher: Any) -> str:
     text = text.strip()
     if text.startswith("NoExtension"):  # llguidance's stop reason, where it has no message
         return DEAD_END
-    if len(text) > _MAX_MESSAGE:  # messages quote the grammar's whole line
+    if len(text) > _MAX_MESSAGE:  # messages may quote a whole line of the grammar, so cut out the middle
         text = f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
     return text or "llguidance gives no reason"

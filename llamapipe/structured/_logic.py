@@ -2,11 +2,11 @@
 
 A grammar can express "one of these" and "all of these", but not "not this". So ``not``, ``if``, overlapping schemas of
 ``oneOf``, and keywords that depend on the presence of properties become alternatives. A negated ``required`` becomes
-forbidden properties, and a negated ``enum`` becomes all other values. The principle: the result never allows less than
-the schema. If it allows more, a warning names the keyword and its place.
+forbidden properties, and a negated ``enum`` becomes all other values. The result never allows less than the schema. If
+the result allows more, a warning names the keyword and its place.
 
-Alternatives multiply, so their number, their text and the comparisons of them are bounded. Beyond a bound, the keyword
-allows more, with the warning.
+Alternatives multiply, so their number, their length and the number of comparisons are bounded. Beyond a bound, the
+result allows more than the keyword, with the warning.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from llamapipe.structured.schema import (
     subschemas,
 )
 
-# The most alternatives of a part. The first number is tried first, the next ones if the grammar is too large.
+# The most alternatives of a part. The first number is tried first, and the next ones if the grammar is too large.
 WAYS: Final = (32, 8, 1, 0)
 MAX_ONE_OF: Final = 200  # schemas of a oneOf that are compared with each other
 _MAX_CHARS = 2**16  # in the schemas of all alternatives
-_MAX_STEPS = 20_000  # comparisons and denials of one schema: about a second
-_MAX_DEPTH = 40  # of schemas within schemas that are compared or denied
+_MAX_STEPS = 20_000  # comparisons and denials for one schema, about a second
+_MAX_DEPTH = 40  # levels of schemas that are compared or denied
 _FEW = 4  # alternatives that are written although they allow more
-_MAX_STATES = 200  # of an automaton that counts items: the positions times the counts
+_MAX_STATES = 200  # positions times counts of an automaton that counts items
 _MAX_TRIE = 20_000  # characters of a pattern that excludes texts
 
 KINDS = {
@@ -55,7 +55,7 @@ KINDS = {
 }
 _ALL = frozenset(kind for kinds in KINDS.values() for kind in kinds)
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
-# Keywords that are replaced here. A warning names them.
+# Keywords that this module replaces.
 _LOGIC = {
     "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains",
     "maxContains", "minProperties", "maxProperties",
@@ -66,36 +66,37 @@ _WHICH_HOLD = "which of the combined schemas hold cannot be told by a grammar"
 
 _COUNTS = {"minProperties", "maxProperties", "minItems", "maxItems"}
 
-# One alternative: literals, all of which are true. "+name": an object has the member. "-name": it lacks the member.
-# "=...": the JSON text of a schema. The first two allow all values that are not objects.
+# One alternative: literals that must all be true. "+name": an object has the member. "-name": an object lacks the
+# member. "=...": the JSON text of a schema. "+" and "-" allow all values that are not objects.
 Way = tuple[str, ...]
 Ways = list[Way]
-Denial = tuple[Ways, bool]  # alternatives, and whether they allow only what a schema excludes
+Denial = tuple[Ways, bool]  # alternatives, and whether they allow only values that a schema excludes
 _NOTHING: Final[Node] = {"enum": []}
 
 
 def without_logic(
     schema: Node, max_ways: int = WAYS[0], counts_items: bool = False
 ) -> tuple[Node, list[str]]:
-    """Return a copy that a grammar can express, and a warning for each keyword that allows more than the schema.
+    """Return a copy that a grammar can express, and a warning for each keyword whose replacement allows more.
 
-    ``counts_items``: ``contains`` stays, and ``COUNTED`` is added, where ``SchemaGrammar`` can count the items.
+    ``max_ways``: the most alternatives of a part. ``counts_items``: ``contains`` stays, and ``COUNTED`` is added, where
+    ``SchemaGrammar`` can count the items.
 
-    ``oneOf`` stays and means ``anyOf``, because its schemas have become exclusive; otherwise there is a warning. Raises
-    InvalidRequestError, with keyword and pointer, if no value satisfies a keyword.
+    ``oneOf`` stays and means ``anyOf``, because its schemas become exclusive; if they do not, there is a warning.
+    Raises InvalidRequestError, with keyword and pointer, if no value satisfies a keyword.
     """
     return _Rewriter(_with_definitions(schema), max_ways, counts_items).rewritten()
 
 
-# A character that URIs exclude, a percent sign without an escape, or an invalid scheme.
+# A character that is invalid in URIs, a percent sign without hexadecimal digits, or an invalid scheme.
 _NO_URI = re.compile(r"[^!#-;=?-\[\]_a-z~]|%(?![0-9A-Fa-f]{2})|^(?![A-Za-z][A-Za-z0-9+.-]*:)[^/?#:]*:")
 
 
 def _with_definitions(schema: Node) -> Node:
-    """Return the schema with every target of a ``$ref`` inside ``$defs`` or another subschema.
+    """Return the schema with every target of a ``$ref`` at a place where subschemas may be.
 
-    Invalid identifiers are removed. A reference may name any place of the document. Targets outside subschemas are
-    copied to ``$defs``.
+    A reference may name any place of the document, so targets at other places are copied to ``$defs``. Invalid
+    identifiers are removed.
     """
     schema = _without_dynamic(_with_nulls(schema))
     parts = list(subschemas(schema, logic=True))
@@ -131,16 +132,16 @@ def _with_definitions(schema: Node) -> Node:
         if pointer in bad:
             for keyword in ("$id", "id"):
                 part.pop(keyword, None)
-            for _, inner in subschemas(part, logic=True):  # its references began at it
+            for _, inner in subschemas(part, logic=True):  # references in this part were relative to it
                 if pointer != "#" and resolved(part, inner.get("$ref")) is not None:
                     inner["$ref"] = quote(pointer, safe="#/~$") + inner["$ref"][1:]
     return copy
 
 
 def _with_nulls(schema: Node) -> Node:
-    """Return the schema without ``nullable`` of OpenAPI 3.0.
+    """Return the schema without OpenAPI 3.0's ``nullable``, a keyword that JSON Schema does not have.
 
-    JSON Schema does not have this keyword; null becomes an additional alternative.
+    Null becomes an additional type or alternative.
     """
     if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
         return schema
@@ -160,9 +161,9 @@ _DYNAMIC = {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"
 
 
 def _without_dynamic(schema: Node) -> Node:
-    """Return the schema with plain references in place of dynamic ones.
+    """Return the schema with plain references in place of dynamic references.
 
-    Both mean the same if only one schema has the anchor.
+    Both mean the same if only one schema has the anchor. Otherwise, raises InvalidRequestError.
     """
     parts = list(subschemas(schema, logic=True))
     if not any(part.keys() & _DYNAMIC for _, part in parts):
@@ -201,7 +202,7 @@ def _without_dynamic(schema: Node) -> Node:
 
 
 def _identifiers(part: Node, references: set[str]) -> list[str]:
-    """Return the identifiers of a schema, without anchors that references name."""
+    """Return the identifiers of a schema, except those that a reference names."""
     return [
         part[keyword]
         for keyword in ("$id", "id")
@@ -230,7 +231,7 @@ class _Rewriter:
         self._max_ways = max_ways
         self._warnings: dict[tuple[str, str], str] = {}
         self._refused = ""
-        self._place = "#"  # of the keyword that is replaced
+        self._place = "#"  # pointer to the schema whose keywords are being replaced
         self._ref_stands_alone = ref_stands_alone(root)
         # In a part with an identifier, "#" may mean that part.
         self._has_resources = any(
@@ -241,15 +242,15 @@ class _Rewriter:
         )
         self._n_steps = 0
         self._n_chars = 0
-        # By identity, with the node, which must outlive the key.
+        # These are keyed by the node's id(). They hold the node, so that no other object gets the same id.
         self._flat: dict[int, tuple[Any, list[Node]]] = {}
         self._kinds: dict[int, tuple[Node, frozenset[str]]] = {}
         self._listed: dict[int, tuple[Node, frozenset[str]]] = {}
         self._known: dict[tuple[int, ...], tuple[Sequence[Any], Sequence[Any], bool]] = {}
         self._disjoint: dict[tuple[int, int, frozenset[str]], tuple[Any, Any, bool]] = {}
-        self._nodes: dict[str, Any] = {}  # of literals
-        self._literals: dict[int, tuple[Any, str]] = {}  # by identity, as above
-        self._begun: set[int] = set()  # literals that are written or being written
+        self._nodes: dict[str, Any] = {}  # schemas by literal
+        self._literals: dict[int, tuple[Any, str]] = {}  # literals by the node's id(), as above
+        self._begun: set[int] = set()  # ids of nodes whose literals are written or being written
         self._depth = 0
 
     def rewritten(self) -> tuple[Node, list[str]]:
@@ -260,7 +261,10 @@ class _Rewriter:
 
     # ---- the schema with its keywords replaced
     def _positive(self, node: Any, pointer: str, within: tuple[Any, ...]) -> Any:
-        """``within``: other schemas that the same value satisfies."""
+        """Return a schema without the keywords that this module replaces; False if no value satisfies it.
+
+        ``within``: other schemas that the same value satisfies.
+        """
         if not isinstance(node, dict):
             return node
         if "$ref" in node and self._ref_stands_alone:
@@ -322,7 +326,7 @@ class _Rewriter:
         """
         out = {key: value for key, value in node.items() if key not in _UNEVALUATED}
         parts = self._all_parts(node)
-        # These hold for every value. It is unknown which members and items the others evaluate.
+        # These parts apply to every value. Whether the other parts apply, a grammar cannot tell.
         certain = {id(part) for part in self._parts(node)}
         is_known = all("$ref" not in part or self._target(part["$ref"]) is not None for part in parts)
         is_exact = is_known and all(id(part) in certain for part in parts)
@@ -365,7 +369,7 @@ class _Rewriter:
         return out
 
     def _all_parts(self, node: Any) -> list[Node]:
-        """Return the schemas that may apply to a value of this one, including conditions and alternatives."""
+        """Return the schemas that may apply to the same value, including conditions and alternatives."""
         parts: list[Node] = []
         waiting = [node]
         while waiting and len(parts) < 500:
@@ -383,7 +387,7 @@ class _Rewriter:
         return parts
 
     def _clauses(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Iterator[tuple[str, Ways]]:
-        """Yield the keywords to be replaced, each with its alternatives.
+        """Yield each keyword to be replaced with its alternatives.
 
         Warns about keywords that cannot be enforced.
         """
@@ -447,9 +451,8 @@ class _Rewriter:
     def _counted(self, node: Node, pointer: str, within: tuple[Any, ...]) -> Node | None:
         """Return ``contains`` with the schemas of the items that it counts, and of the other items.
 
-        Returns None if the items cannot be counted, because there are keywords that combine the schema with others, or
-        too many positions and counts. The schemas, and thus the result, may allow more than they should, but never
-        less.
+        Returns None if the items cannot be counted, because keywords combine the schema with others, or because there
+        are too many positions and counts. The result may allow more than the schema, but never less.
         """
         least, most = int(node.get("minContains", 1)), node.get("maxContains")
         first, items = node.get("prefixItems", []), node.get("items", True)
@@ -490,8 +493,11 @@ class _Rewriter:
         return {"contains": node["contains"], **limits, COUNTED: counted}
 
     def _counts(self, node: Node, pointer: str, around: tuple[Any, ...]) -> Ways | None:
-        """Return alternatives for ``minProperties`` and ``maxProperties`` that say which listed members are present."""
-        listed: dict[str, bool] = {}  # True if it may occur
+        """Return alternatives for ``minProperties`` and ``maxProperties`` that say which listed members are present.
+
+        Returns None if the schema enforces the limits anyway, or with a warning, if there are too many alternatives.
+        """
+        listed: dict[str, bool] = {}  # members, with True if they may occur
         required: dict[str, None] = {}
         is_open = True
         for part in (part for other in around for part in self._parts(other)):
@@ -505,7 +511,7 @@ class _Rewriter:
         n = len(required)
         n_most = math.inf if is_open else n + len(optional)
         least, most = int(node.get("minProperties", 0)), node.get("maxProperties", math.inf)
-        if least > min(most, n_most) or n > most:  # no object
+        if least > min(most, n_most) or n > most:  # no object satisfies both limits
             return self._pruned([(_text({"type": _all_types_but("object")}),)], around)
         if least <= n and most >= n_most:
             return None
@@ -517,7 +523,7 @@ class _Rewriter:
         if not optional:
             return [(counts,)]
         low, high = max(0, least - n), min(len(optional), most - n)
-        if most >= n_most:  # only the least number counts
+        if most >= n_most:  # only the lower limit matters
             few = range(low) if is_open else range(0)
             ways = self._subsets(optional, few, counts), self._subsets(optional, [low], "", rest=False)
         elif not is_open and low == 0:
@@ -538,7 +544,11 @@ class _Rewriter:
     def _subsets(
         self, names: Sequence[str], sizes: Iterable[int], more: str, *, rest: bool = True, sign: str = "+"
     ) -> Ways | None:
-        """Return an alternative for each set of names that are present; with ``rest``, the others are absent."""
+        """Return an alternative for each subset of ``names`` with one of ``sizes``; None if there are too many.
+
+        The members of the subset are present (``sign`` "+") or absent ("-"). With ``rest``, the others are absent.
+        ``more``: a literal that is added to each alternative; or empty.
+        """
         sizes = list(sizes)
         if sum(math.comb(len(names), size) for size in sizes) > self._max_ways:
             return None
@@ -550,7 +560,10 @@ class _Rewriter:
 
     # ---- oneOf
     def _one_of(self, options: list[Any], pointer: str, around: tuple[Any, ...]) -> list[Any]:
-        """Return the schemas, each without the values that another allows; unchanged if the overlap is unknown."""
+        """Return the schemas of a ``oneOf``, each without the values that another schema allows.
+
+        If a grammar cannot separate two schemas, they may still overlap, and there is a warning.
+        """
         out = [self._positive(option, f"{pointer}/oneOf/{i}", around) for i, option in enumerate(options)]
         self._place = pointer
         pairs = self._overlaps(options, around)
@@ -604,7 +617,10 @@ class _Rewriter:
 
     # ---- denied schemas
     def _denied(self, node: Any, within: tuple[Any, ...]) -> Denial:
-        """Return alternatives that allow the values that a schema excludes, and whether they allow only these."""
+        """Return alternatives for all values that a schema excludes, and whether they allow only these values.
+
+        ``within``: other schemas that the same value satisfies.
+        """
         self._n_steps += 1
         if node is True or node == {}:
             return [], True
@@ -622,7 +638,7 @@ class _Rewriter:
             self._depth -= 1
 
     def _denials(self, node: Node, within: tuple[Any, ...]) -> Iterator[Denial]:
-        """Yield the result of ``_denied`` for each keyword."""
+        """Yield the alternatives for the values that each keyword excludes; see ``_denied``."""
         if "$ref" in node:
             target = self._target(node["$ref"])
             yield ([()], False) if target is None else self._denied(target[1], within)
@@ -728,7 +744,7 @@ class _Rewriter:
                 other for whole in within for part in self._parts(whole) for other in _schemas_of(part, name)
             )
             if any(self._same(schema, other) for other in inside):
-                continue  # the value satisfies it anyway
+                continue  # the member satisfies this schema anyway
             ways, exact = self._denied(schema, inside)
             if ways == [()]:
                 yield [(_text({"type": "object"}), f"+{name}")], exact
@@ -739,7 +755,7 @@ class _Rewriter:
                 yield [], exact
 
     def _denied_others(self, node: Node, within: tuple[Any, ...]) -> Denial:
-        """Return alternatives with an additional member, neither listed nor matched, that violates its schema."""
+        """Return alternatives with a member that violates ``additionalProperties``."""
         schema = node["additionalProperties"]
         for whole in within:
             for part in self._parts(whole):
@@ -760,7 +776,7 @@ class _Rewriter:
 
     def _denied_bound(self, keyword: str, value: Any, node: Node) -> Iterator[Denial]:
         if isinstance(value, bool):
-            return  # of draft 4, told with the bound
+            return  # a keyword of draft 4, which is read with its bound
         is_minimum = keyword.endswith("inimum")
         exclusive = "exclusiveMinimum" if is_minimum else "exclusiveMaximum"
         other = ("maximum", "exclusiveMaximum") if is_minimum else ("minimum", "exclusiveMinimum")
@@ -768,7 +784,7 @@ class _Rewriter:
         yield [(_text({"type": "number", other[0] if is_exclusive else other[1]: value}),)], True
 
     def _denied_all(self, options: list[Any], within: tuple[Any, ...]) -> Denial:
-        """Return alternatives for the values that none of the schemas allows."""
+        """Return alternatives for the values that no schema of ``options`` allows."""
         ways: Ways = [()]
         exact = True
         for option in options:
@@ -815,7 +831,10 @@ class _Rewriter:
 
     # ---- alternatives
     def _literal(self, node: Any) -> str:
-        """Return a schema as a literal, with the keywords replaced."""
+        """Return a schema as a literal, with its keywords replaced.
+
+        If there is too much text or the schema contains itself, warns and returns a literal that allows all values.
+        """
         entry = self._literals.get(id(node))
         if entry is None and (self._n_chars > _MAX_CHARS or id(node) in self._begun):
             self._warn(self._place, "allOf", "it takes too many alternatives")
@@ -830,7 +849,7 @@ class _Rewriter:
         return entry[1]
 
     def _product(self, ways: Ways, others: Ways, within: tuple[Any, ...]) -> Ways | None:
-        """Return the combinations of two lists of alternatives; None if there are too many."""
+        """Return the combinations of two lists of alternatives; None if there are too many or they are too long."""
         if len(ways) * len(others) > self._max_ways**2 or self._n_chars > _MAX_CHARS:
             return None
         both = [tuple(dict.fromkeys((*way, *other))) for way in ways for other in others]
@@ -841,7 +860,7 @@ class _Rewriter:
         return product if len(product) <= self._max_ways and self._n_chars <= _MAX_CHARS else None
 
     def _pruned(self, ways: Ways, within: tuple[Any, ...]) -> Ways:
-        """Return the alternatives without impossible ones and without redundant literals."""
+        """Return the alternatives without impossible alternatives and redundant literals."""
         kinds = self._kinds_of(within)
         required = {
             name for schema in within for part in self._parts(schema) for name in part.get("required", ())
@@ -921,7 +940,7 @@ class _Rewriter:
             self._n_steps += 1
             if self._n_steps > _MAX_STEPS:
                 return False
-            # The answer for a recursive schema while its own comparison runs: not disjoint.
+            # While a recursive schema is compared, the answer to the same comparison is "not disjoint".
             self._disjoint[pair] = (first, second, False)
             entry = self._disjoint[pair] = (first, second, self._compare(first, second, kinds))
         return entry[2]
@@ -1006,7 +1025,7 @@ class _Rewriter:
     def _allows(self, node: Any, value: Any) -> bool:
         """Return whether a schema certainly allows a value.
 
-        Recognises types, listed values, and combinations of them.
+        Knows types, listed values, and combinations of them. For all other keywords, returns False.
         """
         if not isinstance(node, dict):
             return node is True
@@ -1025,9 +1044,9 @@ class _Rewriter:
         return True
 
     def _parts(self, node: Any) -> list[Node]:
-        """Return the schemas whose keywords all apply to a value of this one.
+        """Return the schemas whose keywords all apply to the same value as ``node``.
 
-        References are followed, and ``allOf`` is split up.
+        These are the schema itself, the targets of its references, and the schemas of its ``allOf``.
         """
         entry = self._flat.get(id(node))
         if entry is not None:
@@ -1111,12 +1130,12 @@ _OF_KIND: dict[str, frozenset[str]] = {
 
 
 def _without(node: Node, keyword: str = "") -> Node:
-    """Return the schema without one keyword."""
+    """Return the schema without ``keyword`` and without the keywords that this module replaces."""
     return {key: value for key, value in node.items() if key not in _LOGIC and key != keyword}
 
 
 def _joined(denials: Iterable[Denial]) -> Denial:
-    """Return all alternatives, and whether all of them are exact."""
+    """Return the alternatives of all denials, and whether all denials are exact."""
     denials = list(denials)
     return [way for ways, _ in denials for way in ways], all(exact for _, exact in denials)
 
@@ -1158,7 +1177,7 @@ def _schema_of_way(way: Way) -> Node:
 
 
 def _merged(node: Node, way: Way) -> Way:
-    """Write the only alternative into the schema itself. Return the parts that must remain separate."""
+    """Write the only alternative into ``node``; return the literals that must remain separate."""
     left = []
     for literal in way:
         name = literal[1:]
@@ -1176,7 +1195,7 @@ def _merged(node: Node, way: Way) -> Way:
 
 
 def _shortest(ways: Ways) -> Ways:
-    """Return the alternatives without those that another one covers."""
+    """Return the alternatives without duplicates and without those that a more general alternative covers."""
     unique = list(dict.fromkeys(ways))
     sets = [frozenset(way) for way in unique]
     by_size = sorted(set(sets), key=len)
@@ -1225,7 +1244,7 @@ def _no_count(first: Node, second: Node, least: str, most: str) -> bool:
 
 
 def _no_number(low: Node, high: Node) -> bool:
-    """Return whether the lower bound of one range is above the upper bound of the other."""
+    """Return whether the lower bound of ``low`` excludes all numbers up to the upper bound of ``high``."""
     least, most = low.get("minimum"), high.get("maximum")
     above, below = low.get("exclusiveMinimum"), high.get("exclusiveMaximum")
     if isinstance(above, bool):  # draft 4
@@ -1253,7 +1272,7 @@ def _item(node: Node, i: int) -> Any:
 
 
 def _schemas_of(node: Node, name: str) -> list[Any]:
-    """Return the schemas that certainly apply to a member of this name."""
+    """Return the schemas in ``node`` that certainly apply to a member with this name."""
     if name in node.get("properties", {}):
         return [node["properties"][name]]
     if node.get("patternProperties") or "additionalProperties" not in node:
@@ -1262,7 +1281,7 @@ def _schemas_of(node: Node, name: str) -> list[Any]:
 
 
 def _other_values(values: list[Any], kinds: frozenset[str]) -> Denial:
-    """Return alternatives by type for all values of these kinds except the given ones."""
+    """Return alternatives by type for all values of these kinds except ``values``, and whether they are exact."""
     by_kind: dict[str, list[Any]] = {}
     for value in values:
         kind = _kind_of(value)
@@ -1292,7 +1311,7 @@ def _other_values(values: list[Any], kinds: frozenset[str]) -> Denial:
 
 
 def _other_numbers(values: list[Any], kind: str) -> Ways:
-    """Return the ranges between, below and above the given numbers."""
+    """Return alternatives for the ranges below, between and above the given numbers."""
     numbers = sorted({value for value in values if kind == "number" or _kind_of(value) == "integer"})
     if not numbers:
         return [(_text({"type": kind}),)]
@@ -1313,7 +1332,7 @@ def _other_numbers(values: list[Any], kind: str) -> Ways:
 def others_than(texts: Iterable[str]) -> str | None:
     """Return a regular expression for all strings except these; None if it would be too long.
 
-    Any other string leaves the trie of these strings: at some node, it ends or has another character.
+    A different string leaves the trie of these strings: at some node, it ends or has another character.
     """
     ends = set(texts)
     following: dict[str, set[str]] = {"": set()}  # the characters that follow each beginning

@@ -1,6 +1,6 @@
-"""The limits of a constraint, in length and in processor time per prompt, and the errors for exceeding them.
+"""The errors for exceeding a constraint's limits, of length and of processor time, and the count of that time.
 
-The code that compiles or follows a constraint adds to ``spent_s`` and asks for the ``error``.
+The code that compiles or follows a constraint adds to ``spent_s`` and calls ``error``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class TooLongError(InvalidRequestError):
 class GrammarBudget:
     """The processor time that the constraint of one prompt may take, compilation included.
 
-    ``limit_s``: None for no limit.
+    ``limit_s``: the limit in seconds; None for no limit. ``spent_s``: the seconds spent so far.
     """
 
     __slots__ = ("limit_s", "spent_s")
@@ -25,7 +25,7 @@ class GrammarBudget:
         self.spent_s = 0.0
 
     def error(self) -> ConstraintError | None:
-        """Return why the request must end; None while time is left."""
+        """Return the error that must end the request; None while time is left."""
         if self.limit_s is None or self.spent_s <= self.limit_s:
             return None
         return ConstraintError(

@@ -1,7 +1,7 @@
 """Compiles grammars with llguidance and caches them by text and vocabulary.
 
-The compiler checks the caller's text first, because llguidance ignores some mistakes silently. llguidance's error
-messages are passed on without the lines that were added around that text.
+The compiler checks the caller's text first, because llguidance silently ignores some mistakes. It passes on
+llguidance's error messages without the lines that it has added around the caller's text.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from llamapipe.structured.schema import (
 
 _log = logging.getLogger("llamapipe")
 
-# Longest text of each kind, in characters. It bounds the time of a compilation, which cannot be stopped: the slowest
-# texts of this length that are known take 3 to 10 s (design/sampling.md), ordinary ones less than a second.
+# Longest text of each kind, in characters. The limit bounds the time of a compilation, which cannot be stopped. The
+# slowest known texts of this length take 3 to 10 s (design/sampling.md), ordinary texts less than a second.
 MAX_CHARS = {"json_schema": 2**17, "regex": 2**16, "lark": 2**15, "choice": 2**17}
-N_CACHED = 128
+N_CACHED = 128  # grammars per vocabulary
 # Items of the Earley parser in one step; llguidance's default is 50,000. For an ambiguous grammar, the time of a mask
-# grows with their square: for one of 60 characters, 2.6 s at 50,000 and 0.03 s at 5,000. None of 250 schemas of
-# jsonschemabench needs 2,000 for its instances, with vocabularies of 2,400 and of 152,000 tokens.
+# grows with the square of this number: a grammar of 60 characters takes 2.6 s at 50,000 and 0.03 s at 5,000. None of
+# 250 schemas of jsonschemabench needs 2,000 for its instances, with vocabularies of 2,400 and of 152,000 tokens.
 _MOST_ITEMS = 5000
-# Work of the lexer in one step; llguidance's default is 200,000. A pattern that counts words beside a
-# `maxLength` takes up to 400,000 for a token. 1,000,000 take 0.15 s.
+# Work of the lexer in one step; llguidance's default is 200,000. A pattern that counts words, with a `maxLength`, takes
+# up to 400,000 for a token. 1,000,000 take 0.15 s.
 _LEXER_FUEL = 1_000_000
 
-# Allows every token that continues the text, not only the tokenizer's own choice for forced text. It stands after the
+# Allows every token that continues the text, not only the tokenizer's own choice for forced text. The line follows the
 # grammar, so that it shifts no position in an error message.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # The most subschemas compiled alone to find the place of an error, and the most processor time for this.
@@ -62,8 +62,8 @@ _MAX_SEARCH_S = 2.0
 class GuideFactory:
     """A compiled grammar, from which every request gets its own ``Guide``. Any thread.
 
-    ``compile_again``: makes a second matcher of the grammar, for guides that look ahead. ``is_exhausted``: the lexer,
-    which all guides share, has reached its limit. New guides would fail immediately, so make another factory.
+    ``compile_again``: compiles a second matcher of the grammar, for guides that look ahead. ``is_exhausted``: the
+    lexer, which all guides share, has reached its limit. New guides would fail immediately, so use another factory.
     """
 
     is_exhausted = False
@@ -76,7 +76,7 @@ class GuideFactory:
         self._second: Any = None
 
     def new(self) -> Guide:
-        """Return a guide at the beginning of the grammar. This takes microseconds."""
+        """Return a guide at the beginning of the grammar. Takes microseconds."""
         return Guide(self._start, self._tokenizer, self._other, self._exhausted)
 
     def _exhausted(self) -> None:
@@ -103,7 +103,8 @@ def compile_guide(
 
     The same text is compiled once per vocabulary, without the GIL. The first grammar of a vocabulary also builds its
     tokenizer. A regular expression must match the whole output, so it needs no ``^`` and ``$``. ``choice``: the
-    output is one of these texts. ``space``: an optional text before it. ``json_whitespace``: see ``SamplingParams``.
+    output is one of these texts. ``space``: an optional text before the choice. ``json_whitespace``: see
+    ``SamplingParams``.
 
     Raises InvalidRequestError with llguidance's message and position if the text cannot be compiled, TypeError for
     other types, ValueError unless exactly one constraint is given, ImportError without llguidance.
@@ -130,7 +131,7 @@ def compile_guide(
 def _check_length(kind: str, text: str) -> None:
     """Raise TooLongError for a text above its limit.
 
-    The grammar of a chat with tools contains their schemas, which are checked against the limit for schemas.
+    The grammar of a chat with tools contains the tools' schemas. The limit for schemas applies to them together.
     """
     lengths = {kind: len(text)}
     if kind == "lark" and len(text) > MAX_CHARS[kind]:
@@ -144,8 +145,8 @@ def _check_length(kind: str, text: str) -> None:
 def prepare_vocabulary(vocab: Vocab) -> None:
     """Read a vocabulary for grammars before requests arrive; a second call does nothing. Any thread.
 
-    llguidance holds the interpreter's lock for 0.1 s (32,000 tokens). Without llguidance this does nothing. A
-    failure is logged: only requests with a constraint need the vocabulary, and they raise the error.
+    llguidance holds the GIL for 0.1 s (32,000 tokens). Without llguidance, does nothing. A failure is only logged,
+    because the requests that need the vocabulary, those with a constraint, raise the error.
     """
     try:
         _compiler(vocab, "a grammar")
@@ -220,8 +221,8 @@ class _Compiler:
                 written = _grammar(text, {name: lark for name, lark in larks.items() if lark is not None})
             start = self._matcher(written)
             if start.is_error():
-                # The answers of a chat follow a Lark grammar that we wrote around the caller's schemas. An error about
-                # a schema there is told as one about a schema, and quotes none of our lines.
+                # The answers of a chat follow our Lark grammar, which contains the caller's schemas. Report an error in
+                # such a schema as an error in a JSON schema, without our lines.
                 for schema in schemas:
                     alone = self._matcher(schema.alone())
                     if alone.is_error():
@@ -230,7 +231,7 @@ class _Compiler:
                     f"{kind} cannot be compiled: {_without_ours(message_of(start), kind)}"
                 )
         factory = GuideFactory(start, self._tokenizer, lambda: self._matcher(written))
-        # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here and not in a request.
+        # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here, not in a request.
         with awaited_at_exit(), factory.new() as guide:
             try:
                 guide.prepare()
@@ -255,7 +256,7 @@ class _Compiler:
     def _schema(self, schema: dict[str, Any], whitespace: str) -> tuple[_Written, Any]:
         """Check a schema and rewrite it with as many alternatives as the grammar can have.
 
-        Returns the rewritten schema, with its matcher if there is one.
+        Returns the rewritten schema, and its matcher if one was compiled, else None.
         """
         result: _Written | None = None
         start = None
@@ -285,9 +286,9 @@ class _Compiler:
         return result, start
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
-        """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the result for each schema.
+        """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the rewritten schemas.
 
-        If the i-th schema has a Lark grammar, the grammar refers to it as ``@json_i``.
+        If the i-th schema is itself written in Lark, the grammar refers to it as ``@json_i``.
         """
         parts: list[str] = []
         schemas: list[_Written] = []
@@ -310,7 +311,7 @@ class _Compiler:
             key: schema[key] for key in ("$schema", "$id", "$defs", "definitions") if key in schema
         }
         place = ""
-        if grammar.is_needed:  # the rest of the message quotes our lines
+        if grammar.is_needed:  # all but the first line of the message quotes our lines
             message = message.split("\n", maxsplit=1)[0]
         until_s = thread_time() + _MAX_SEARCH_S
         for n, (pointer, part) in enumerate(subschemas(schema)):
@@ -331,9 +332,9 @@ class _Compiler:
 
 
 def _choice_grammar(texts: list[str], space: str) -> str:
-    """Write texts as one terminal, whose automaton shares their prefixes.
+    """Write texts as one terminal, whose automaton shares the texts' prefixes.
 
-    ``space``: an optional text before them.
+    ``space``: an optional text before each of them.
     """
     choices = " | ".join(map(json.dumps, dict.fromkeys(texts)))
     return f"start: CHOICE\nCHOICE: {f'{json.dumps(space)}? ({choices})' if space else choices}"
@@ -356,27 +357,27 @@ def _regex_grammar(text: str) -> str:
 
 
 def _grammar(lark: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Write the top-level grammar. ``others``: further Lark grammars, by the names by which ``lark`` refers to them."""
+    """Write the top-level grammar. ``others``: further Lark grammars, by the names that ``lark`` has for them."""
     named = [{"name": name, "lark_grammar": other} for name, other in others.items()]
     return json.dumps({"grammars": [{"lark_grammar": lark + _NO_FORCING}, *named]})
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A schema for llguidance. ``lark``: its grammar, if llguidance's compiler does not enforce it exactly."""
+    """A schema for llguidance. ``lark``: its grammar if llguidance's compiler would not enforce the schema exactly."""
 
     grammar: SchemaGrammar
     lark: str | None
     whitespace: str
     warnings: list[str]
-    is_plain: bool  # True if it has no alternatives, which may be too many
+    is_plain: bool  # True if no keyword was replaced with alternatives, which might be too many
 
     def alone(self) -> str:
         """Return the grammar of this schema only."""
         return _json_grammar(self.grammar.root, self.whitespace) if self.lark is None else _grammar(self.lark)
 
 
-# Errors of llguidance that do not name the fix, in our words.
+# Patterns of llguidance's errors that do not name the fix, and our texts in their place.
 _TOLD: Final = (
     (
         r"^Resource '(?:json-schema:///)?([^']*)'",
@@ -403,7 +404,7 @@ _TOLD: Final = (
         r"'allOf' or '$ref' combines too many schemas, or one with itself; write what they say in one schema",
     ),
     (
-        r"(?s)^regex parse error:\n(.*)\nerror: ([^\n]*)(?:\n.*)?$",  # the reason first: some places show one line
+        r"(?s)^regex parse error:\n(.*)\nerror: ([^\n]*)(?:\n.*)?$",  # reason first, as some callers show one line
         r"'pattern' is not a regular expression that can be followed: \2:\n\1",
     ),
     (
@@ -459,7 +460,7 @@ def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:
 
 def _without_ours(message: str, kind: str) -> str:
     """Return the message without quoting the lines that were added to the caller's text."""
-    if kind != "lark":  # the one-line Lark grammar is ours; the message about the text precedes it
+    if kind != "lark":  # drop our one-line Lark grammar, which follows the message about the text
         message = message.partition("\n   1 | start: ")[0]
     return "\n".join(line for line in message.splitlines() if not line.endswith(_NO_FORCING.strip()))
 

@@ -1,9 +1,10 @@
-"""The values of ``format`` that are enforced in JSON schemas, with a regular expression for the whole string.
+"""The enforced values of ``format`` in JSON schemas, each with a regular expression for the whole string.
 
-Open this file to add a format or to change what one allows. A format allows every text that its RFC allows. It also
-allows spellings that pydantic's type reads in the same notation, such as a time without a zone or a UUID without
-hyphens. A format may be wider if exactness would cost time or exclude texts that people write. It is never narrower: a
-mask that is too narrow silently turns correct data into wrong data. ``also`` names the additional texts.
+Open this file to add a format or to change the texts that a format allows. A format allows every text that its RFC
+allows. It also allows spellings that pydantic's type reads in the same notation, such as a time without a zone or a
+UUID without hyphens. A format may be wider if exactness would cost time or exclude texts that people write. A format is
+never narrower, because a mask that is too narrow silently turns correct data into wrong data. ``also`` names the
+additional texts.
 
 The expressions have the same meaning in Rust, which llguidance uses, and in Python.
 """
@@ -23,7 +24,7 @@ _WORDS = (
 _DOTS = r"\u3002\uFF0E\uFF61"
 _BEYOND = _WORDS + _DOTS
 
-# RFC 3339. Divisible by 4, and by 400 if by 100.
+# RFC 3339. A leap year is divisible by 4 and, if divisible by 100, by 400.
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[048]|[2468][048]|[13579][26])00)"
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
@@ -34,7 +35,7 @@ _MINUTE = r"[0-5][0-9]"
 _FRACTION = rf"(?:[.,]{_DIGITS})?"
 _SIGN = r"[+\u2212-]"
 _ZONE = rf"(?:[zZ]|{_SIGN}{_HOUR}:?{_MINUTE})?"
-# A leap second ends a day in UTC. In other zones it is at another time of the day.
+# A leap second ends a day in UTC. In other zones, it comes at another time of the day.
 _TIME = (
     rf"(?:{_HOUR}:{_MINUTE}(?::{_MINUTE}{_FRACTION})?{_ZONE}|23:59:60{_FRACTION}(?:[zZ]|{_SIGN}00:?00)?|"
     rf"{_HOUR}:{_MINUTE}:60{_FRACTION}{_SIGN}(?:(?:0[1-9]|1[0-9]|2[0-3]):?{_MINUTE}|00:?(?:0[1-9]|[1-5][0-9])))"
@@ -51,7 +52,7 @@ _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _H = f"{_HEX}{{1,4}}"
 _IPV6 = "|".join(
     [f"(?:{_H}:){{7}}{_H}", f"(?:{_H}:){{6}}{_IPV4}"]
-    # "::" stands for one group or more; an IPv4 address for two.
+    # "::" replaces one or more groups; an IPv4 address replaces two.
     + [f"::(?:{_H}:){{0,5}}{_IPV4}", f"::(?:{_H}(?::{_H}){{0,6}})?", f"(?:{_H}:){{7}}:"]
     + [f"{_H}(?::{_H}){{0,{n}}}::(?:{_H}(?::{_H}){{0,{5 - n}}})?" for n in range(6)]
     + [f"{_H}(?::{_H}){{0,{n}}}::(?:{_H}:){{0,{4 - n}}}{_IPV4}" for n in range(5)]
@@ -65,7 +66,10 @@ _NET6 = rf"{_ZONED}(?:/{_BITS6})?"
 
 
 def _labels(letters: str, dots: str = ".", most: str = "*") -> str:
-    """Return a pattern for a name that consists of labels, with hyphens only between their letters."""
+    """Return a pattern for a name of labels, with dots between labels and hyphens only between letters.
+
+    ``most``: a quantifier for the characters between the first and the last letter of a label.
+    """
     label = f"[{letters}](?:[{letters}-]{most}[{letters}])?"
     return rf"{label}(?:[{dots}]{label})*"
 
@@ -79,7 +83,7 @@ _EMAIL = (
     rf"(?:{_labels(_LETTERS + _BEYOND)}|\[(?:{_IPV4}|[iI][pP][vV]6:(?:{_IPV6}))\])"
 )
 
-# RFC 3986 and 3987. Brackets, braces, "|" and "^" stand in many links that people write.
+# RFC 3986 and 3987. Many links that people write have brackets, braces, "|" and "^".
 _ENCODED = f"%{_HEX}{{2}}"
 _IN_NAME = rf"{_LETTERS}._~!$&'()*+,;={_BEYOND}"
 _NO_COLON = rf"{_IN_NAME}@|^{{}}\[\]"
@@ -124,9 +128,10 @@ def _uuid(version: str = _HEX, variant: str = _HEX) -> str:
 
 
 def _base64(more: str, padding: str = "") -> str:
-    """Return a pattern for groups of four characters.
+    """Return a pattern for groups of four characters. ``more``: the characters beyond letters and digits.
 
-    MIME, and therefore Python, begins a new line after some groups and at the end.
+    MIME, and therefore Python, writes a newline after some groups and at the end. ``padding``: a quantifier for the
+    ``=`` at the end.
     """
     character = f"[A-Za-z0-9{more}]"
     last = rf"(?:{character}{{2}}(?:==){padding}|{character}{{3}}={padding})"
@@ -135,9 +140,10 @@ def _base64(more: str, padding: str = "") -> str:
 
 @dataclass(frozen=True)
 class Format:
-    """A format that is enforced.
+    """An enforced format.
 
-    ``pattern``: for the whole string. ``source``: the definition of the format. ``also``: the texts allowed beyond it.
+    ``pattern``: a regular expression for the whole string. ``source``: the definition of the format. ``also``: texts
+    that the pattern allows beyond the definition.
     """
 
     pattern: str
@@ -182,7 +188,7 @@ FORMATS: Final[dict[str, Format]] = {
         rf"{_NUMBER}(?:[+-]{_NUMBER})?(?:#|{_POINTER})", "draft-bhutton-relative-json-pointer"
     ),
     "uuid": Format(_uuid(), "RFC 9562", "no hyphens, braces, `urn:uuid:`"),
-    # Not in JSON Schema; pydantic writes them.
+    # Pydantic writes the following formats. JSON Schema does not define them.
     **{
         f"uuid{n}": Format(_uuid(str(n), "[89abAB]"), "RFC 9562, of that version", "as `uuid`")
         for n in range(1, 9)
@@ -196,7 +202,7 @@ FORMATS: Final[dict[str, Format]] = {
     "ipv6interface": Format(_NET6, "RFC 4291", f"bits of the host; {_ZONE_OF}"),
     "ipvanyinterface": Format(f"{_NET4}|{_NET6}", "IPv4 or IPv6", f"{_NETWORKS}; {_ZONE_OF}"),
     "base64": Format(_base64("+/"), "RFC 4648, with padding", _LINES),
-    # Tokens (JWT), keys (JWK) and zod write it without padding, Python with it.
+    # JWT, JWK and zod write base64url without padding; Python writes it with padding.
     "base64url": Format(_base64("_-", "?"), "RFC 4648, section 5", f"no padding; {_LINES}"),
 }
 # Formats that allow every string.

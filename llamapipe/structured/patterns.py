@@ -1,10 +1,11 @@
 r"""Converts patterns of JSON schemas for llguidance: other dialects, look-ahead, and JSON strings.
 
 Patterns of JSON Schema are in ECMAScript's dialect, patterns of pydantic in Rust's, others in Python's. ``translated``
-rewrites them in Rust's dialect. It widens ``\w`` to letters beyond ASCII, which Python and Rust also match.
+rewrites all of them in Rust's dialect. It widens ``\w`` to letters beyond ASCII, which Python and Rust also match.
 
-Lark has "and" and "not" for whole terminals, but no look-ahead inside them. ``as_lark`` writes patterns with ``(?=``
-and ``(?!`` as terms with these operators. The terms match the text itself, or the text as written in a JSON string.
+Lark has "and" and "not" for whole terminals, but no look-ahead inside terminals. ``as_lark`` writes patterns with
+``(?=`` and ``(?!`` as terms with "and" and "not". The terms match the text itself, or the text as JSON writes it in a
+string.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from functools import lru_cache
 from typing import Final
 
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
-# All letters, marks, digits and connectors beyond ASCII, and the characters between them.
+# Ranges with all letters, marks, digits and connectors beyond ASCII, and with the characters between these.
 _LETTERS = (
     r"\u00AA-\u1FFF\u200C\u200D\u203F\u2040\u2054\u2070-\u2DFF\u2E2F\u3005-\uD7FF\uF900-\uFFFD"
     r"\U00010000-\U0010FFFF"
 )
 _WORD = f"0-9A-Za-z_{_LETTERS}"
 _ASCII_WORD = "0-9A-Za-z_"
-# ECMAScript's spaces have U+FEFF and not U+0085, Rust's the reverse: each class has both. ``_WIDE_WITHOUT``: in a
-# class that excludes them.
+# ECMAScript's spaces include U+FEFF but not U+0085, and Rust's include U+0085 but not U+FEFF. The classes here allow
+# both characters. ``_WIDE_WITHOUT``: the replacements inside a class that excludes its members.
 _WIDE: Final = {r"\w": _WORD, r"\s": r"\s\uFEFF", r"\S": r"\S\x85"}
 _WIDE_WITHOUT: Final = {r"\W": f"[^{_WORD}]", r"\s": r"[\s--\x85]", r"\S": r"[\S--\uFEFF]"}
-# A class that excludes one of these, but no control character, also excludes U+0000. Otherwise llguidance (1.9.1)
-# allows quotation marks and backslashes.
+# A class that excludes a quotation mark or a backslash must also exclude U+0000. Otherwise, llguidance (1.9.1) allows
+# both characters.
 _QUOTES: Final = (ord('"'), ord("\\"))
 _PUNCTUATION: Final = re.compile(
     r"\\p\{(?:(?:gc|General_Category)=)?(?:Po?|(?:Other_)?Punctuation|Punct)\}|\[:(?:punct|graph|print):\]",
@@ -36,7 +37,7 @@ _PUNCTUATION: Final = re.compile(
 _ESCAPE = r"\\(?:u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
 _TIMES = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})?[?+]?"
 _PAIR = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-# After an inner class of Rust: the end, an operator, or further classes and the end.
+# The text after an inner class in Rust's dialect: an operator, or further classes and the end of the outer class.
 _REST_OF_OUTER = re.compile(r"--|&&|~~|(?:\[(?:\\.|[^\[\]\\])*\])*\]", re.DOTALL)
 _MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
 
@@ -45,8 +46,8 @@ _MEMBER = re.compile(rf"{_ESCAPE}|\[:\^?[a-z]+:\]|.", re.DOTALL)
 def translated(pattern: str) -> str:
     r"""Return the pattern in Rust's dialect.
 
-    The result matches the same texts as in ECMAScript, and more if it has ``\w``. With look-around, a wider ``\w`` may
-    match fewer texts, so there ``as_lark`` decides where to widen it.
+    The result matches the same texts as in ECMAScript, and more texts if the pattern has ``\w``. With look-around, a
+    wider ``\w`` may match fewer texts. ``as_lark`` then decides where to widen ``\w``.
     """
     plain = _without_look_at_one(pattern)
     if LOOK_AROUND.search(plain) is None:
@@ -79,7 +80,7 @@ def translated(pattern: str) -> str:
     return written
 
 
-# A character or a class without escapes that other dialects read otherwise, and without those of JSON.
+# A character or a class with the same meaning in all dialects, and without characters that JSON escapes.
 _SIMPLE = r"(?:[\w@#%&~:;,/<>=-]|\\[.$^*+?()|{}\[\]/-]|\[(?:[\w@#%:;,.$*+?()|{}/<>= -]|\\[.$*+?()|{}/-])+\])"
 _LOOK_AT_ONE = re.compile(
     r"(?P<other>\\(?:u\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|[^dDwWsS]))|"
@@ -91,7 +92,7 @@ _LOOK_AT_ONE = re.compile(
 
 
 def _without_look_at_one(pattern: str) -> str:
-    """Replace look-around at one character, which host names use, with a smaller class for this character."""
+    """Replace look-around at one character, as in patterns for host names, with a smaller class for this character."""
 
     def smaller(symbol: str, sign: str | None, other: str) -> str:
         if sign is None:
@@ -136,7 +137,10 @@ def _escape(pattern: str, escape: re.Match[str]) -> str:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """Return the place after the end of a class, in ECMAScript and Python, where classes cannot be nested."""
+    """Return the index after the end of a class, as in ECMAScript and Python, where classes cannot be nested.
+
+    For a class that is nested in Rust's way, returns the index after its opening bracket.
+    """
     at = start + 1 + pattern.startswith("^", start + 1)
     at += pattern.startswith("]", at)
     has_bracket = False
@@ -145,7 +149,7 @@ def _end_of_class(pattern: str, start: int) -> int:
         assert match is not None
         has_bracket |= match[0] == "["
         at = match.end()
-    # Rust nests classes. After the end of an inner class, the rest of the outer class follows.
+    # Rust nests classes: after the end of an inner class, the rest of the outer class follows.
     if has_bracket and _REST_OF_OUTER.match(pattern, at + 1):
         return min(start + 1, len(pattern))
     return min(at + 1, len(pattern))
@@ -159,7 +163,7 @@ def _class(text: str, is_wide: bool) -> str:
     is_first = True
     excludes = False
     member = ""
-    low: int | None = None  # the code of a character that may begin a range
+    low: int | None = None  # the code point of a character that may begin a range
     in_range = False
     while at < len(text) - 1:
         match = _MEMBER.match(text, at)
@@ -192,20 +196,20 @@ def _class(text: str, is_wide: bool) -> str:
             member == "["
             or (member == "]" and is_first)
             or (member in "&~" and text[at : at + 1] == member)
-            or (member in "&~" and written.endswith(f"\\{member}"))  # the other one of the two
+            or (member in "&~" and written.endswith(f"\\{member}"))  # the second of two equal characters
         ):
             member = f"\\{member}"
         written += member
         is_first = False
     if excludes:
-        if member == "-":  # a hyphen at the end stands for itself
+        if member == "-":  # a hyphen at the end is literal, so keep it so
             written = written[:-1] + r"\-"
         written += r"\x00"
     return written + "]"
 
 
 def _code(member: str) -> int | None:
-    """Return the code of a character in a class; None for what is not one character."""
+    """Return the code point of a member of a class; None unless the member is one character."""
     if len(member) == 1:
         return ord(member)
     if member[:2] in (r"\x", r"\u"):
@@ -214,8 +218,8 @@ def _code(member: str) -> int | None:
 
 
 # ---- look-ahead
-_MOST_CHARS = 2000
-_MOST_LARK_CHARS = 50_000  # the text after a group is repeated for each of its options
+_MOST_CHARS = 2000  # of a pattern
+_MOST_LARK_CHARS = 50_000  # of a group, because each of its options repeats the text after it
 _ATOM = re.compile(
     r"(?P<look>\(\?<?[=!])|(?P<group>\((?:\?:|\?P?<\w+>)?)|"
     rf"(?P<one>{_ESCAPE}|\[\^?\]?(?:\\.|\[:\^?[a-z]+:\]|[^\]\\])*\]|[^\\\[()])(?P<times>{_TIMES})",
@@ -228,11 +232,11 @@ _ESCAPED: Final = ['"', "\\", *map(chr, range(32))]
 
 
 def as_lark(pattern: str, is_json: bool = False) -> str | None:
-    """Return a Lark term for the texts that contain a match; None for look-around that Lark cannot express.
+    """Return a Lark term for the texts that contain a match; None for a pattern that Lark cannot express.
 
-    Look-ahead may stand outside repetitions, and at each character of the last one, as in ``^((?!x).)*$``. Look-behind
-    may stand at the end. ``is_json``: the text is the inside of a JSON string, with escapes but without the quotation
-    marks.
+    Look-ahead may be outside repetitions, and at each character of the last repetition, as in ``^((?!x).)*$``.
+    Look-behind may be at the end. ``is_json``: the text is the inside of a JSON string, with escapes but without the
+    quotation marks.
     """
     if len(pattern) > _MOST_CHARS:
         return None
@@ -245,13 +249,13 @@ def as_lark(pattern: str, is_json: bool = False) -> str | None:
 
 
 def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
-    """Return a term for texts with this range of lengths in characters."""
+    """Return a Lark term for texts of ``least`` to ``most`` characters. ``is_json``: as in ``as_lark``."""
     character = CHARACTER if is_json else "(?s:.)"
     return f"/{character}{{{least},{'' if most is None else most}}}/"
 
 
 def _close(pattern: str, start: int) -> int:
-    """Return the place of the bracket that closes the group whose content begins at ``start``."""
+    """Return the index of the bracket that closes the group whose content begins at ``start``."""
     depth, at = 1, start
     while depth:
         atom = _ATOM.match(pattern, at)
@@ -293,14 +297,18 @@ def _without_look_behind(option: str) -> str:
 
 
 def _tempered(inner: str, times: str) -> tuple[str, str] | None:
-    """Move look-ahead at each character of a final repetition to before it: ``(?!x).`` becomes ``.*x``."""
+    """Move look-ahead at each character of a final repetition to before the repetition.
+
+    For ``((?!x).)*``, the look-ahead becomes ``(?!.*x)`` and the repetition ``.*``. Returns the content of the
+    look-ahead and the repetition; None if this is not possible.
+    """
     if not inner.startswith("(?!") or re.fullmatch(r"[*+]|\{[0-9,]+\}", times) is None:
         return None
     end = _close(inner, 3)
     denied, atom = inner[3:end], _ATOM.fullmatch(inner, end + 1)
     if atom is None or atom["one"] in (None, "^", "$", "|") or atom["times"] or LOOK_AROUND.search(denied):
         return None
-    # Behind the last character nothing is denied.
+    # Nothing follows the last character, so options that may match there cannot be moved.
     group = re.match(r"\((?:\?:)?", denied)
     if group is not None and _close(denied, group.end()) == len(denied) - 1:
         denied = denied[group.end() : -1]
@@ -310,7 +318,7 @@ def _tempered(inner: str, times: str) -> tuple[str, str] | None:
     return "|".join(f"{atom['one']}*{option}" for option in options), f"{atom['one']}{times}"
 
 
-_MAY_BE_EMPTY = re.compile(r"(?:\[.*\]|\\?.)(?:[*?]|\{0).*|[(^$].*|", re.DOTALL)  # or has an anchor
+_MAY_BE_EMPTY = re.compile(r"(?:\[.*\]|\\?.)(?:[*?]|\{0).*|[(^$].*|", re.DOTALL)  # or begins with an anchor
 
 
 class _Writer:
@@ -327,11 +335,11 @@ class _Writer:
         is_wide: bool = True,
         is_first: bool = False,
     ) -> str | None:
-        r"""Write one option of a pattern and the text after it.
+        r"""Return the Lark term for one option of a pattern and the text after it; None if Lark cannot express it.
 
-        ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: the match may begin later. ``is_first``: the
-        match begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean more matches in
-        total, so ``\w`` may be wider.
+        ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: without "^", the match may begin later.
+        ``is_first``: the match begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean
+        more matches in total, so ``\w`` may be wider.
         """
         parts: list[tuple[str, str]] = []  # kind and text
         at = 0
@@ -381,8 +389,8 @@ class _Writer:
             tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
             options = _split(text)
             if kind == "group" and tail == self._any and any(option.endswith("$") for option in options):
-                # "^a(b|c$)" allows more text after "ab". That is hardly intended (pydantic 2.12 writes such patterns
-                # for Decimal), so only texts that end there are generated.
+                # "^a(b|c$)" allows more text after "ab". Pydantic 2.12 writes such patterns for Decimal, hardly on
+                # purpose. So allow only texts that end there.
                 options, tail = [option.removesuffix("$") for option in options], '""'
             if len(tail) * len(options) > _MOST_LARK_CHARS:
                 return None
@@ -391,7 +399,7 @@ class _Writer:
                     self.sequence(option, tail, False, True, is_wide, i <= n_first) for option in options
                 ]
             elif kind in ("(?=", "(?!"):
-                # Inside, "^" is true only where nothing stands before; the text is matched from there on.
+                # Inside, "^" is true only at the start of the text. The look-ahead matches the text from here on.
                 inner_options = [
                     None
                     if option[:1] == "^" and i > n_first
@@ -415,11 +423,11 @@ class _Writer:
         return tail if begins or not is_start else f"{self._any} ({tail})"
 
     def _atoms(self, text: str, is_wide: bool) -> Iterator[str]:
-        """Yield the parts of a pattern without look-around, as a regular expression between slashes has them."""
+        """Yield the parts of a pattern without look-around, escaped for a regular expression between slashes."""
         at = 0
         while at < len(text):
             atom = _ATOM.match(text, at)
-            if atom is None or atom["one"] is None:  # a bracket, and how often its group is repeated
+            if atom is None or atom["one"] is None:  # a bracket, perhaps with a quantifier of its group
                 times = re.compile(_TIMES).match(text, at + 1)
                 end = atom.end() if atom is not None else at + 1 if times is None else times.end()
                 yield text[at:end]
@@ -435,7 +443,7 @@ class _Writer:
 
 
 def _single(atom: str, is_wide: bool) -> str:
-    r"""Return an atom with ASCII classes, except for a wide ``\w``."""
+    r"""Return an atom with its classes limited to ASCII, except ``\w`` if ``is_wide``."""
     word = _WORD if is_wide else _ASCII_WORD
     if atom[0] != "[":
         classes = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{word}]", r"\W": f"[^{_ASCII_WORD}]"}

@@ -1,11 +1,11 @@
 """Writes a Lark grammar as one regular expression, for custom tools.
 
 The text of a custom tool is inside a JSON string. There, llguidance enforces a ``pattern``, but not a grammar. A
-grammar without recursion has an equivalent regular expression: ``regular`` replaces the name of each rule by its body.
-It refuses other grammars and gives the reason.
+grammar without recursion has an equivalent regular expression: ``regular`` replaces the name of each rule with the
+rule's body. It refuses other grammars and gives the reason.
 
 A lexer takes the longest match for each terminal. The regular expression allows the same texts, and a few more if two
-terminals share letters.
+terminals share characters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeAlias
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.errors import InvalidRequestError
 
-MOST_CHARACTERS = 2**15  # of a grammar, as of any other
-_MOST_WRITTEN = 2**16  # characters of the regular expression, which repeats a rule at each use
+MOST_CHARACTERS = 2**15  # of a grammar, as for all Lark grammars
+_MOST_WRITTEN = 2**16  # characters of the regular expression, which repeats a rule's body at each use
 _MOST_REPEATS = 10_000
 # Terminals of Lark's library that grammars import from ``common``.
 COMMON = {
@@ -81,7 +81,7 @@ class _Repeat(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A sequence or, with a bar between them, alternatives."""
+    """A sequence of nodes; with ``bar``, alternatives."""
 
     nodes: tuple[_Node, ...]
     bar: str = ""
@@ -97,9 +97,10 @@ class _Token(NamedTuple):
 
 
 def regular(lark: str) -> str:
-    """Return a regular expression for the texts of a Lark grammar, in time linear in the text.
+    """Return a regular expression for the texts that a Lark grammar allows.
 
-    Raises InvalidRequestError, with the line, if the text is not a grammar, has no regular expression, or is too long.
+    Raises InvalidRequestError if the grammar is invalid, recursive, or too long; the message names the line of a syntax
+    error.
     """
     if len(lark) > MOST_CHARACTERS:
         raise InvalidRequestError(f"the grammar has {len(lark)} characters; the limit is {MOST_CHARACTERS}")
@@ -114,7 +115,7 @@ def _escaped(text: str) -> str:
 
 
 class _Parser:
-    """Parses the rules of a grammar. ``ignored``: optional texts between all of its lexemes."""
+    """Parses the rules of a grammar. ``ignored``: the optional texts between the grammar's lexemes."""
 
     def __init__(self, text: str) -> None:
         self.rules: dict[str, _Node] = {}
@@ -138,7 +139,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _takes(self, text: str) -> bool:
-        """Consume an operator if it is the next token."""
+        """Consume an operator if it is the next token; return whether it was."""
         is_next = self._next.kind == "op" and self._next.text == text
         self._at += is_next
         return is_next
@@ -188,7 +189,7 @@ class _Parser:
 
     def _rule(self) -> None:
         name = self._name()
-        if self._takes("."):  # a priority, which changes no text
+        if self._takes("."):  # a priority, which does not change the allowed texts
             self._takes("-") or self._take()
         if self._next.text in ("[", "{"):
             raise self._wrong(f"the rule {quoted(name)} has attributes, which are not supported here")
@@ -213,7 +214,7 @@ class _Parser:
         return nodes[0] if len(nodes) == 1 else _Group(tuple(nodes), "|")
 
     def _follows_bar(self) -> bool:
-        """Consume a bar, which may be on the next line."""
+        """Consume a bar, which may be on the next line; return whether there was one."""
         if self._next.kind == "newline" and self._tokens[self._at + 1].text == "|":
             self._take()
         return self._takes("|")
@@ -232,7 +233,7 @@ class _Parser:
             self._name()
         return nodes[0] if len(nodes) == 1 else _Group(tuple(nodes))
 
-    _in_group = 0  # number of open brackets; within them, a new line is a space
+    _in_group = 0  # number of open brackets, within which a newline is a space
 
     def _atom(self) -> _Node:
         token = self._take()
@@ -337,7 +338,7 @@ class _Writer:
         return self._between + self._written(_Ref("start"), self._between)
 
     def _written(self, node: _Node, after: str) -> str:
-        """Write a part of a rule. ``after``: the optional text after each lexeme."""
+        """Return a part of a rule as a regular expression. ``after``: the optional text after each lexeme."""
         if isinstance(node, _Ref):
             return self._rule(node.name, after)
         if isinstance(node, _Lexeme):
@@ -365,7 +366,7 @@ class _Writer:
             )
         if (name, after) not in self._done:
             self._open.append(name)
-            # A terminal is one lexeme, even if it consists of others.
+            # A terminal is one lexeme, even if it consists of other terminals.
             is_terminal = name.lstrip("_")[:1].isupper()
             inner = self._written(self._rules[name], "" if is_terminal else after)
             self._open.pop()

@@ -1,7 +1,7 @@
 """Checks JSON schemas before llguidance compiles them.
 
-A schema is refused if llguidance would silently ignore a part of it, or would need unbounded time or memory. An error
-in a subschema names its JSON pointer.
+``schema_object`` refuses a schema if llguidance would silently ignore a part of it, or would need unbounded time or
+memory. An error in a subschema names the subschema's JSON pointer.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from llamapipe.errors import InvalidRequestError
 # Keywords whose value is a schema, a list of schemas, or schemas by name.
 ONE = ("items", "additionalItems", "additionalProperties")
 _LIST = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
-# `_logic` writes the items that `contains` counts, and those that it does not, into this private keyword.
+# In this private keyword, `_logic` writes schemas for the items that `contains` counts and for the other items.
 COUNTED = "$counted"
 MAPS = ("properties", "patternProperties", "$defs", "definitions", COUNTED)
-# Likewise for keywords that deny, combine or stand for others, which `_logic` and `_rewrite` replace.
+# The same for the keywords that `_logic` and `_rewrite` replace.
 _ONE_OF_LOGIC = (
     *("not", "if", "then", "else", "contains"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
 _MAPS_OF_LOGIC = ("dependentSchemas", "dependencies")
-# With one of these, an object states which other properties it allows, or combines with other schemas.
+# With one of these keywords, a schema says which other properties it allows, or combines with other schemas.
 _ABOUT_OTHERS = {
     "additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas",
     "dependencies",
 }  # fmt: skip
-# Assertions of draft 3. llguidance does not know them and would ignore them.
+# Assertions of draft 3, which llguidance would ignore.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
-# llguidance sets no limit to the time and memory that these take.
-MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with their square
+# Limits of keywords for which llguidance does not bound time and memory.
+MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with the square of the number
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
 MAX_MULTIPLE = 100_000  # least common multiple of all multipleOf; 100,000 take 0.9 s, 700,000 10 s and 400 MB
-# At most one match of this pattern is allowed wherever JSON permits spaces. It fits every usual layout, and it keeps a
-# model from generating spaces without end.
+# Where JSON permits spaces, at most one match of this pattern is allowed. The pattern fits every usual layout, and it
+# stops a model from generating spaces without end.
 SPACE = r"\x20{1,2}|\n[\x20\t]{0,40}"
-# `_logic` has made the schemas of a `oneOf` exclusive.
+# llguidance may read `oneOf` as `anyOf`, because `_logic` makes the schemas of a `oneOf` exclusive.
 _STRICT = {"lenient": False, "coerce_one_of": True}
 # The values of SamplingParams.json_whitespace, with llguidance's options for each.
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -73,13 +73,13 @@ def schema_object(schema: Any) -> dict[str, Any]:
     references = [part["$ref"] for _, part in parts if "$ref" in part]
     if all(resolved(value, reference) for reference in references):
         _check_costs([part for _, part in parts])
-    else:  # an address or an anchor, of which only llguidance knows the place
+    else:  # a reference is an address or an anchor, which only llguidance resolves
         _check_costs(list(_objects(value)))
     return value
 
 
 def _reachable(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the subschemas, and those at other places that references name, each with its pointer."""
+    """Return the subschemas, and the schemas at other places that references name, each with its pointer."""
     parts: list[tuple[str, dict[str, Any]]] = []
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("#", schema)]
@@ -110,12 +110,12 @@ def ref_stands_alone(root: dict[str, Any]) -> bool:
 
 
 def pointer_to(pointer: str, name: str) -> str:
-    """Return the JSON pointer to a member."""
+    """Return the JSON pointer to the member ``name`` of the value at ``pointer``."""
     return f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
 def resolved(root: dict[str, Any], reference: Any) -> tuple[str, Any] | None:
-    """Return the pointer and the value that a ``$ref`` into the same schema names; None if it names something else."""
+    """Return the pointer and the value that a ``$ref`` into ``root`` names; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     value: Any = root
@@ -130,7 +130,7 @@ def resolved(root: dict[str, Any], reference: Any) -> tuple[str, Any] | None:
 
 
 def steps_of(reference: str) -> list[str]:
-    """Return the steps of a reference, of which the first is ``#``."""
+    """Return the decoded steps of a reference to a JSON pointer. The first step is ``#``."""
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
 
 
@@ -165,13 +165,13 @@ def schema_text(schema: Any) -> str:
 def with_options(schema: dict[str, Any], whitespace: str) -> dict[str, Any]:
     """Return the schema with options for llguidance.
 
-    The options are the allowed spaces (a key of ``WHITESPACE``) and strictness.
+    ``whitespace``: the allowed spaces, a key of ``WHITESPACE``. The options also include strictness.
     """
     return {**schema, "x-guidance": WHITESPACE[whitespace]}
 
 
 def without_options(schema: Any) -> tuple[dict[str, Any], str] | None:
-    """Return the schema and the spaces that were passed to ``with_options``; None if this is not its result."""
+    """Return the arguments of ``with_options`` from its result; None for any other value."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
     for whitespace, settings in WHITESPACE.items():
         if options == settings:
@@ -180,10 +180,10 @@ def without_options(schema: Any) -> tuple[dict[str, Any], str] | None:
 
 
 def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which objects with listed names or patterns allow no others, unless the schema says so.
+    """Return a copy in which objects allow only the listed names or patterns, unless the schema allows others.
 
-    Parts of an ``allOf``, and objects that are combined with other schemas, are left unchanged, because none of them
-    lists all properties.
+    Parts of an ``allOf``, and objects that are combined with other schemas, stay unchanged, because none of them lists
+    all properties.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     parts = list(subschemas(copy))
@@ -222,8 +222,8 @@ def subschemas(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schema and its subschemas, each with its JSON pointer, parents first.
 
-    ``logic``: include the subschemas of keywords that negate or combine, such as ``not`` and ``if``. ``seen``: the ids
-    of schemas to leave out with their subschemas; those that are yielded are added.
+    ``logic``: include the subschemas of keywords that negate or combine, such as ``not`` and ``if``. ``seen``: the
+    ``id()`` of each schema to leave out with its subschemas; yielded schemas are added.
     """
     of_one, of_maps = (ONE + _ONE_OF_LOGIC, MAPS + _MAPS_OF_LOGIC) if logic else (ONE, MAPS)
     waiting: list[tuple[str, Any]] = [("#", schema)]
@@ -333,7 +333,7 @@ def _refuse(pointer: str, part: dict[str, Any]) -> None:
 
 
 def _check_costs(parts: list[dict[str, Any]]) -> None:
-    """Check the cost of the whole schema, because llguidance may merge any of its parts."""
+    """Check the cost of all parts together, because llguidance may merge any of them. Raises InvalidRequestError."""
     n_patterns = sum(
         len(p["patternProperties"]) for p in parts if isinstance(p.get("patternProperties"), dict)
     )

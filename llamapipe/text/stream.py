@@ -1,7 +1,7 @@
 """Turns the token pieces of one request into the text that may be shown.
 
-A piece may begin or end inside a UTF-8 character, so a character appears once it is complete. Text that may still turn
-out to be part of a stop string is held back. Everything here is plain Python, fed by one thread at a time.
+A piece may begin or end inside a UTF-8 character, so a character appears once it is complete. Text that may still
+become part of a stop string is held back. The classes are plain Python. Feed each object from one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Utf8Assembler:
     """Turns a series of byte pieces into text; holds a character back until its last byte arrives.
 
     The joined results of ``feed`` and ``finish`` equal ``b"".join(pieces).decode("utf-8", "replace")`` for any bytes,
-    however they are cut. Bytes that can no longer become a character are immediately returned as U+FFFD, so at most
-    three bytes are held back.
+    however they are cut. ``feed`` immediately returns U+FFFD for bytes that can no longer become a character, so at
+    most three bytes are held back.
 
     One object serves one stream. It has no lock: feed it from one thread at a time.
     """
@@ -39,7 +39,7 @@ class Utf8Assembler:
         return self._pending
 
     def feed(self, piece: bytes) -> str:
-        """Return the characters that ``piece`` completes, in order; often the whole piece, sometimes ``""``."""
+        """Return the characters that ``piece`` completes or contains: often the whole piece, sometimes ``""``."""
         if self._pending:
             piece = self._pending + piece
         text, n_used = utf_8_decode(piece, "replace", False)
@@ -56,11 +56,11 @@ class Utf8Assembler:
 
 
 class TextOffsets:
-    """Counts characters through the tokens of one text, in order.
+    """Returns the character offset of each token of one text, in order.
 
-    The offset of a token is the index of the character that contains its first byte. If a character has several tokens,
-    all of them have its index. ``offset``: where the text begins. ``skip_space``: a space at its beginning is not
-    shown. ``known``: the offsets of tokens before the text, as from ``prompt_offsets``.
+    The offset of a token is the index of the character that contains the token's first byte. Tokens that split a
+    character all have the character's index. ``offset``: the offset of the text's first character. ``skip_space``: a
+    space at the beginning is not shown. ``known``: the offsets of tokens before the text, as from ``prompt_offsets``.
     """
 
     def __init__(self, offset: int = 0, skip_space: bool = False, known: Sequence[int] = ()) -> None:
@@ -73,7 +73,7 @@ class TextOffsets:
         return f"TextOffsets(offset={self._offset})"
 
     def next(self, piece: bytes) -> int:
-        """Return the offset of the next token."""
+        """Return the offset of the next token. ``piece``: the token's bytes."""
         if self._known:
             return self._known.popleft()
         offset = self._offset
@@ -85,10 +85,10 @@ class TextOffsets:
 
 
 def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int]:
-    """Return where in a text each of its tokens begins, as ``TextOffsets`` counts.
+    """Return the offset in ``text`` of each of its tokens, in characters, as ``TextOffsets`` counts.
 
-    ``pieces``: for each token its bytes, and its name if it is a control token, else its bytes again. Tokenizing adds a
-    space before a text or after a control token, adds control tokens, and may drop spaces next to them.
+    ``pieces``: for each token, its bytes, and its name if it is a control token, else its bytes again. Tokenizing may
+    add a space before a text or after a control token, add control tokens, and drop spaces next to them.
     """
     data = text.encode("utf-8", "replace")
     at, offset = 0, 0  # in bytes, in characters
@@ -102,10 +102,10 @@ def prompt_offsets(text: str, pieces: Iterable[tuple[bytes, bytes]]) -> list[int
             if not any(data.startswith(form, begin) for form in forms):
                 begin = at
         match = next((len(form) for form in forms if data.startswith(form, begin)), None)
-        if match is None:  # it is not in the text, or its bytes are others there
+        if match is None:  # the token is not in the text, or has different bytes there
             match = 0 if piece in (b"", b" ") else min(len(piece), len(data) - at)
         offset += _n_begun(data[at:begin])
-        # Inside a character, which began with a token before.
+        # True inside a character that began in an earlier token.
         is_inside = begin < len(data) and 0x80 <= data[begin] < 0xC0
         offsets.append(offset - is_inside)
         at = begin + match
@@ -121,17 +121,17 @@ def _n_begun(data: bytes) -> int:
 class StopChecker:
     """Passes text through until one of ``stops`` is complete.
 
-    The first stop string to be complete ends the text; if several end at the same character, the longest of them does.
-    So the result does not depend on how the text was cut into parts, no look-ahead is needed, and the returned text
-    contains no stop string.
+    The first stop string to be complete ends the text. If several end at the same character, the longest of them ends
+    the text. So the result does not depend on how the text was cut into parts, no look-ahead is needed, and the
+    returned text contains no stop string.
 
     The checker holds back exactly the longest tail of the text that begins a stop string. Its work is proportional to
     the length of the text and does not depend on the number of stop strings or their overlaps.
 
     Strings are compared by code points, without normalisation or case folding. One object serves one stream. It has
-    no lock: feed it from one thread at a time. Checkers of equal stop strings share their tables.
+    no lock: feed it from one thread at a time. Checkers with the same stop strings share their tables.
 
-    Raises TypeError for a ``str`` in place of a sequence and for strings that are not ``str``, ValueError for an empty
+    Raises TypeError for a ``str`` in place of a sequence and for items that are not ``str``, ValueError for an empty
     stop string.
     """
 
@@ -166,7 +166,7 @@ class StopChecker:
         return self._held
 
     def feed(self, text: str) -> str:
-        """Take the next part; return the text that may be shown now, ``""`` after a match."""
+        """Take the next part of the text; return the text that may be shown now, ``""`` after a match."""
         automaton = self._automaton
         state = self._state
         if not state and automaton.first_characters.isdisjoint(text):
@@ -197,17 +197,17 @@ class StopChecker:
 
 
 class _Automaton:
-    """The Aho-Corasick automaton of a set of strings: a state is the longest tail that begins one of them.
+    """The Aho-Corasick automaton of a set of strings. A state is the text's longest tail that begins one of them.
 
     Source: A. V. Aho, M. J. Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975. State 0 is the
-    empty tail. The automaton never changes once built, so checkers of any thread can share it.
+    empty tail. The automaton is immutable after its construction, so checkers of any thread can share it.
     """
 
     __slots__ = ("children", "depth", "fallback", "first_characters", "match")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.children: list[dict[str, int]] = [{}]
-        self.depth: list[int] = [0]  # length of the state's tail, which must be held back
+        self.depth: list[int] = [0]  # length of the state's tail in characters, which must be held back
         self.fallback: list[int] = [0]  # state of the next shorter tail that begins a string
         self.match: list[str | None] = [None]  # the longest string that ends in this state
         for string in strings:
@@ -230,7 +230,7 @@ class _Automaton:
         self.match[state] = string
 
     def _link(self) -> None:
-        """Fill ``fallback``, and ``match`` of the states in whose tail a shorter string ends; breadth first."""
+        """Fill ``fallback``, and ``match`` of the states whose tail ends with a shorter string, breadth first."""
         queue = deque(self.children[0].values())
         while queue:
             state = queue.popleft()
@@ -245,21 +245,21 @@ class _Automaton:
                 queue.append(child)
 
 
-# The tables are built once for all requests that use the same stop strings.
+# Requests with the same stop strings share one automaton.
 _automaton = lru_cache(maxsize=64)(_Automaton)
 
 
 class TextStream:
     """Joins pieces into whole characters and ends the text before the first stop string.
 
-    The joined results of ``push`` and ``finish`` are the text of all pieces (UTF-8, invalid bytes as U+FFFD) up to the
-    stop string, which is not included. ``Utf8Assembler`` and ``StopChecker`` describe which text is held back.
-    ``skip_space``: leave out a space at the beginning.
+    The joined results of ``push`` and ``finish`` are the text of all pieces (UTF-8, invalid bytes as U+FFFD) before the
+    stop string. ``Utf8Assembler`` and ``StopChecker`` describe which text is held back. ``skip_space``: leave out a
+    space at the beginning.
 
-    One object serves one request. It has no lock: feed it from one thread at a time (in the engine, the engine thread,
-    once per token).
+    One object serves one request. It has no lock: feed it from one thread at a time. In the engine, the engine thread
+    feeds it once per token.
 
-    Raises TypeError and ValueError for wrong stop strings, as ``StopChecker`` does.
+    Raises TypeError and ValueError for invalid stop strings, as ``StopChecker`` does.
     """
 
     __slots__ = ("_assembler", "_checker", "skip_space", "stopped")
@@ -294,7 +294,7 @@ class TextStream:
         return new
 
     def push_shown(self, text: bytes) -> None:
-        """Take bytes whose complete characters were shown before; only an incomplete one at the end matters."""
+        """Take bytes whose complete characters were shown before. An incomplete character at the end is held back."""
         self._assembler.feed(text)
         if text:
             self.skip_space = False
@@ -314,7 +314,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the held text, because generation has ended; an incomplete character becomes U+FFFD."""
+        """End the text; return the text that was held back. An incomplete character becomes U+FFFD."""
         text = self._assembler.finish()
         checker = self._checker
         if checker is None:

@@ -1,7 +1,7 @@
-"""BERT's tokenizer, because llama.cpp's keeps only the first character of a decomposition and drops every mark.
+"""BERT's tokenizer, which follows Hugging Face's ``BertNormalizer``, ``BertPreTokenizer`` and ``WordPiece``.
 
-There a Hangul syllable would lose its vowel, and Devanagari its vowel signs. This tokenizer follows the rules of
-Hugging Face's ``BertNormalizer``, ``BertPreTokenizer`` and ``WordPiece``, with which such models were trained.
+BERT models were trained with these rules. llama.cpp's tokenizer differs: it keeps only the first character of a
+decomposition and drops every mark. A Hangul syllable would lose its vowel, and Devanagari its vowel signs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import string
 import unicodedata
 from collections.abc import Callable, Mapping
 
-_MOST_CHARACTERS = 100  # a longer word is unknown
-_N_CACHED = 2**14
-_BEGIN = "\u2581"  # before pieces that begin a word, in GGUF files
+_MOST_CHARACTERS = 100  # of a word; a longer word becomes the unknown token
+_N_CACHED = 2**14  # words
+_BEGIN = "\u2581"  # the mark before pieces that begin a word, in GGUF files
 _CHINESE = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -28,8 +28,8 @@ _CHINESE = (
 class WordPiece:
     """Splits texts into the longest pieces of a vocabulary, word by word. Any thread.
 
-    ``pieces``: ids by the texts in the file. ``unknown``: the id of a word that has no pieces. ``lowercase``,
-    ``strip_accents``: how a text is normalized first.
+    ``pieces``: token ids by the pieces' texts in the GGUF file. ``unknown``: the id for words that pieces cannot spell.
+    ``lowercase``, ``strip_accents``: what the normalization before splitting does.
     """
 
     def __init__(self, pieces: Mapping[str, int], unknown: int, lowercase: bool, strip_accents: bool) -> None:
@@ -46,7 +46,7 @@ class WordPiece:
         return f"<WordPiece of {len(self._first) + len(self._later)} pieces>"
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         tokens: list[int] = []
         words = self._words
         for word in self._normalized(text).split(" "):
@@ -64,7 +64,7 @@ class WordPiece:
         if self._strips:
             text = unicodedata.normalize("NFD", text)
         if self._lowercase:
-            # str.lower() knows the sigma at the end of a word.
+            # str.lower() would write a final sigma at the end of a word; the rules do not.
             text = text.replace("\u03a3", "\u03c3").lower()
         return text.translate(self._split)
 
@@ -85,7 +85,7 @@ class WordPiece:
 
 
 class _Replacements(dict[int, "str | None"]):
-    """A table for ``str.translate``, which calls ``replace`` once for each character."""
+    """A table for ``str.translate`` that calls ``replace`` once for each distinct character."""
 
     def __init__(self, replace: Callable[[str], str | None]) -> None:
         super().__init__()
@@ -97,7 +97,10 @@ class _Replacements(dict[int, "str | None"]):
 
 
 def _spaced(character: str) -> str | None:
-    """Remove control characters, unify spaces, make Chinese characters words."""
+    """Return the text for a character, or None to remove it: a control, format or private-use character, or U+FFFD.
+
+    Every kind of space becomes " ". A Chinese character gets spaces around it, so that it becomes a word.
+    """
     if character in "\t\n\r":
         return " "
     if character in "\0\ufffd" or unicodedata.category(character) in ("Cc", "Cf", "Co"):
@@ -109,7 +112,7 @@ def _spaced(character: str) -> str | None:
 
 
 def _split(character: str, strips: bool) -> str | None:
-    """Remove nonspacing marks, if wanted, and make punctuation words."""
+    """Return the text for a character: spaces around punctuation; with ``strips``, nothing for a nonspacing mark."""
     category = unicodedata.category(character)
     if category == "Mn" and strips:
         return None

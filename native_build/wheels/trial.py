@@ -46,7 +46,7 @@ def is_for_here(wheel: Path) -> bool:
 def try_wheels(
     wheels: Sequence[Path], interpreter: Interpreter, backends: Sequence[str] = (), extra: str = ""
 ) -> list[str]:
-    """Install the wheels and run ``smoke.py``. Return its output lines. Raises TrialError with the output of a failure."""
+    """Install the wheels and run ``smoke.py``. Return its output lines. Raises TrialError with the failure's output."""
     with tempfile.TemporaryDirectory(prefix="llamapipe-trial-") as name:
         empty = Path(name)
         _run([interpreter.path, "-m", "venv", str(empty / "venv")], empty)

@@ -75,7 +75,7 @@ def _cuda(machine: Machine) -> Accelerator:
     if architectures:
         arguments.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
     identity = {"nvcc": version[0], "architectures": architectures, "gpus": present}
-    if not _has_cuda_driver(nvcc):  # only memory pools need more than the runtime
+    if not _has_cuda_driver(nvcc):  # only memory pools need the driver
         arguments.append("-DGGML_CUDA_NO_VMM=ON")
         identity["vmm"] = "off"
     return Accelerator("cuda", tuple(arguments), identity)
@@ -164,7 +164,7 @@ def _vulkan_headers(machine: Machine, include: str, any_version: bool = False) -
     header = machine.preprocess(flags, program)
     if header is None:
         return None
-    if "found VK_EXT_layer_settings" in header and not any_version:  # a macro that stays is not defined
+    if "found VK_EXT_layer_settings" in header and not any_version:  # an undefined macro is not replaced
         return None
     return header.split()[-1]
 

@@ -7,7 +7,7 @@
         print(out.text)
 
 ``Model`` loads a file. ``Engine`` completes prompts and holds conversations for all threads and tasks: ``generate``,
-``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` holds the options of a request.
+``stream``, ``chat``, ``score``, and ``agenerate`` … for asyncio. ``SamplingParams`` holds a request's options.
 ``run_batch`` processes many records, ``Embedder`` makes vectors, ``llamapipe.compat`` stands in for llama-cpp-python.
 ``lp.types`` has types that few programs name; ``lp.lowlevel`` drives the pipeline without an engine.
 """
@@ -54,7 +54,7 @@ __all__ = [
     "SamplingParams", "Score", "Stream", "Token", "Tool", "ToolCall", "__version__", "demo_model_path", "devices",
     "errors", "lowlevel", "run_batch", "telemetry", "types",
 ]  # fmt: skip
-# Where public names are: each module is imported when one of its names is first used.
+# The module of each public name. A module is imported when one of its names is first used.
 _NAMES = {
     "_sync.streams": ("ChatStream", "Generation", "Stream"),
     "chat.results": ("ToolCall",),
@@ -87,7 +87,7 @@ _MODULES = ("lowlevel", "telemetry", "types")  # imported on first use, too
 _NOT_IMPORTED = ("compat", "dynamo", "lm_eval", "ray", "server")
 
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use. An AttributeError suggests the nearest name, or the missing import."""

@@ -1,4 +1,4 @@
-"""Packages whose public names are imported on first use, so that importing the package does not need its extra."""
+"""Imports a package's public names on first use, so that importing the package does not need its extra."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
 
 
 def imported_name(package: str, homes: Mapping[str, str], name: str, extra: str) -> object:
-    """Return the value of a public name, for ``__getattr__`` of a package. ``homes``: the module that each name is in.
+    """Return the value of a public name, for ``__getattr__`` of a package. ``homes``: the module of each name.
 
-    Raises AttributeError for other names, ImportError, which names the extra, if a package is not installed.
+    Raises AttributeError for other names; ImportError, which names the extra, if a package is not installed.
     """
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

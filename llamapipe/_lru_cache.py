@@ -1,7 +1,7 @@
-"""An LRU cache that makes its values outside its lock.
+"""An LRU cache that creates its values without holding its lock.
 
-Use it where ``functools.lru_cache`` does not fit: where a value may become invalid, or where the arguments must not be
-kept alive.
+Use it where ``functools.lru_cache`` does not fit: where a value may become invalid, or where the cache must not keep
+the arguments alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LruCache(Generic[T]):
         self._values: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T], is_good: Callable[[T], bool] = lambda _: True) -> T:
-        """Return the valid value kept for ``key``, else call ``make``, which two threads may do at the same time."""
+        """Return the cached value of ``key`` if it is valid, else call ``make``, perhaps in two threads at once."""
         with self._lock:
             if key in self._values and is_good(self._values[key]):
                 self._values.move_to_end(key)

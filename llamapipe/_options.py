@@ -15,12 +15,12 @@ from typing import Final
 
 from llamapipe._sampling_table import Kind
 
-MTP_CHOICES: Final = ("auto", "mtp")  # of the option ``draft``, besides models
+MTP_CHOICES: Final = ("auto", "mtp")  # values of the option ``draft`` that are not models
 
 _INT32_MAX = 2**31 - 1
 _SECONDS = 1e6
 _MOST_SOUND_S = 1800
-_MOST_SEQUENCES = 256  # of one llama_context
+_MOST_SEQUENCES = 256  # llama.cpp's limit for one llama_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Option:
     """An option of an engine, a model, an embedder or a server.
 
     - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
-    - ``choices``: the allowed values, for a text that has only a few.
+    - ``choices``: the allowed values, if the option is a text with only a few values.
     - ``help``, ``metavar``: used on the command line; if ``metavar`` is None, no command has the option.
-    - ``flag``: its name on the command line, if that is not the option's name with dashes. ``aliases``: llama.cpp's
-      names for it.
+    - ``flag``: the flag's name, if it is not the option's name with dashes. ``aliases``: llama.cpp's names for the
+      flag.
     - ``is_off``: the flag begins with ``--no-`` and turns the option off. ``repeats``: each use of the flag adds a
       value.
-    - ``none``: what the help says about the default None.
-    - ``over``: how the server answers requests over the limit.
+    - ``none``: the help text for the default None.
+    - ``over``: the server's answer to requests over the limit.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All its names on the command line, the longest last."""
+        """All names of the option on the command line, the longest last."""
         return (*self.aliases, self.flag or f"--{self.name.replace('_', '-')}")
 
 

@@ -30,15 +30,15 @@ class Kind(Enum):
     FLOAT = auto()
     FLAG = auto()
     TEXT = auto()
-    TEXTS = auto()  # a text, or several
+    TEXTS = auto()  # one text or several
     TEXT_LIST = auto()
     TOKENS = auto()
     BIASES = auto()  # numbers by token id
     SAMPLERS = auto()  # names of SAMPLER_ORDER
-    CONSTRAINT = auto()  # a grammar, or what a grammar is made of
+    CONSTRAINT = auto()  # a grammar, or the source of one, such as a schema
     CALLABLES = auto()
-    ADAPTER = auto()  # a name, an object, or a mapping of these to scales
-    OBJECT = auto()  # a value of Python, which no command has
+    ADAPTER = auto()  # a name, an object, or a mapping of names or objects to scales
+    OBJECT = auto()  # a Python object, which has no flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class SamplingOption:
     """An option of a request.
 
     - ``low``, ``high``: the range of a number, both ends included. ``optional``: None is also a value.
-    - ``neutral``: the value with which the option changes nothing, where it has one.
+    - ``neutral``: the value with which the option has no effect, if it has such a value.
     - ``sampler``: the sampler, by its name in ``SAMPLER_ORDER``, that any value other than the default turns on.
     - ``is_native``: ``lp_sampling_options`` has a numeric field of this name.
-    - ``metavar``: its value's name in the command-line help. If None, no command has the option, and ``why_no_flag``
-      says why.
+    - ``metavar``: the name of the value in the command-line help. If None, no command has the option, and
+      ``why_no_flag`` says why.
     - ``flags``: llama.cpp's short names, which the command line also accepts.
-    - ``fields``: its names in requests to the server, all with the same meaning; None means its own name. If empty,
-      ``why_no_field`` says why, and ``route_fields`` lists the names that single routes use.
+    - ``fields``: the option's names in requests to the server, all with the same meaning; None means the option's own
+      name. If empty, ``why_no_field`` says why, and ``route_fields`` lists the names that single routes use.
     - ``elsewhere``: names in other programs and APIs, for hints; command-line names begin with a dash.
     """
 

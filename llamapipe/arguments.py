@@ -40,11 +40,11 @@ class FrozenDict(dict[_K, _V]):
         return FrozenDict, (dict(self),)
 
 
-_BOOLS = (bool, np.bool_)  # integers and numbers to Python, and to older numpy
+_BOOLS = (bool, np.bool_)  # Python and older numpy treat bools as integers
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as a Path, with ``~`` expanded as in a shell, unless a file has exactly that name.
+    """Return ``path`` as a Path. ``~`` is expanded as in a shell, unless a file has exactly that name.
 
     Raises TypeError for other types, ValueError if there is no home folder.
     """
@@ -84,7 +84,7 @@ def check_float(name: str, value: SupportsFloat, low: float, high: float) -> flo
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}") from None
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int that is too large for a float
         raise ValueError(
             f"{name} is a number of over 300 digits; it must be from {low:g} to {high:g}"
         ) from None
@@ -158,7 +158,7 @@ def from_column(name: str, value: Any) -> Any:
     """
     if not isinstance(value, (str, list, tuple)):
         refuse_table(name, value)
-        if hasattr(value, "column_names"):  # rows of a data set, which are read one by one
+        if hasattr(value, "column_names"):  # a data set, whose rows are read one by one
             return value
         for method in ("to_list", "to_pylist"):
             if callable(convert := getattr(value, method, None)):
@@ -169,13 +169,13 @@ def from_column(name: str, value: Any) -> Any:
 def check_tokens(name: str, tokens: Iterable[SupportsIndex], n_vocab: int) -> list[int]:
     """Return ``tokens`` as a list of ints, each a token of the vocabulary.
 
-    Raises TypeError if it is not a sequence of integers (bools are rejected), ValueError for an id outside the
+    Raises TypeError if ``tokens`` is not a sequence of integers (bools are rejected), ValueError for an id outside the
     vocabulary.
     """
     try:
         if isinstance(tokens, (str, bytes, bytearray, Mapping, Set)):
             raise TypeError
-        array = getattr(tokens, "tolist", None)  # numpy: Python's own integers at once
+        array = getattr(tokens, "tolist", None)  # numpy converts all values to Python integers in one call
         ids: list[Any] = list(tokens) if array is None or getattr(tokens, "ndim", 0) != 1 else array()
     except TypeError:
         raise TypeError(f"{name} must be a sequence of token ids, not {type(tokens).__name__}") from None

@@ -1,9 +1,9 @@
-"""Files of cached sequences: their names, their heads, and hashes of tokens.
+"""Reads and writes files of cached sequences: their names, their heads, and hashes of tokens.
 
 Open this file to change the format. A file holds one sequence: a magic number, the lengths of the head and of the
 snapshot, a checksum of the head, the head as JSON, and the snapshot. The head says who may use the sequence and for
-which prompts, so that no snapshot is read needlessly: it has the key, hashes of the blocks, the places of the states,
-and the marks. A mark is a number in place of a token, where an activated LoRA begins.
+which prompts, so no snapshot is read needlessly. It has the key, hashes of the blocks, the positions of saved states,
+and the marks. A mark is a negative number in place of a token: an activated LoRA begins there.
 
 The cache folder has a subfolder for each form of cells. ``_engine.runtime.disk_cache`` decides which files are written,
 read and deleted; ``forget`` is for programs that have no engine.
@@ -28,18 +28,18 @@ from zlib import crc32
 
 from llamapipe.host import files
 
-BLOCK = 64  # tokens
+BLOCK = 64  # tokens per block
 SUFFIX, PARTIAL = ".kv", ".part"
-_START = struct.Struct("<8sIIQ")  # magic, bytes of the head, their checksum, bytes of the snapshot
+_START = struct.Struct("<8sIIQ")  # magic, size of the head, its checksum, size of the snapshot
 _MAGIC = b"llpkv\0\0\1"
-_DEEPEST = 8  # tuples in one another, of keys: those that engines make have fewer
+_DEEPEST = 8  # maximum nesting of tuples in a key; the keys that engines make have less
 
 
 class Head(NamedTuple):
     """A file's description of its sequence. ``blocks``: hashes of its blocks; ``tail``: the hash of the other tokens.
 
-    ``has_cells``: the cells can be used up to their end. ``places``: where states were saved, each with the hash of the
-    tokens after its last whole block. ``marks``: negative numbers in place of tokens.
+    ``has_cells``: the cells can be used up to their end. ``places``: positions where states were saved, each with the
+    hash of the tokens after its last whole block. ``marks``: negative numbers in place of tokens.
     """
 
     cache_key: Hashable
@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
 
 def is_writable(key: Hashable) -> bool:
-    """Return whether a key means the same in another process: it may consist of strings, bytes, numbers and None."""
+    """Return whether a key means the same in another process: it has only strings, bytes, numbers and None."""
     if isinstance(key, tuple):
         return all(map(is_writable, key))
     return key is None or isinstance(key, (str, bytes, int, float))
@@ -66,7 +66,7 @@ def name_of(tokens: Sequence[int], cache_key: Hashable) -> str:
 
 
 def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
-    """Return the beginning of a file, in two parts."""
+    """Return the start and the head of a file, as two byte strings; the snapshot follows them."""
     blocks = array("Q", head.blocks).tobytes().hex()
     places, marks = [*head.places.items()], [*head.marks.items()]
     fields = [head.cache_key, head.n, head.has_cells, places, head.tail, blocks, marks]
@@ -96,7 +96,7 @@ def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
 
 
 def _checked(fields: Any) -> Head:
-    """Return the fields as a head. Raises KeyError, TypeError, ValueError for others."""
+    """Return the checked fields as a head. Raises KeyError, TypeError, ValueError for wrong fields."""
     key, n, has_cells, places, tail, blocks, marks = fields
     hashes = array("Q")
     hashes.frombytes(bytes.fromhex(blocks))
@@ -132,10 +132,10 @@ def locked(path: Path) -> int:
     """Open a new file that ``remove_if_dead`` keeps until it is closed. Return its descriptor. Raises OSError."""
     while True:
         fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        files.lock(fd)  # another process holds it for a moment at most
+        files.lock(fd)  # another process holds the lock only briefly
         if os.fstat(fd).st_nlink:
             return fd
-        os.close(fd)  # it took the file for one whose writer has ended, before it was locked
+        os.close(fd)  # before the lock, another process took the file for a dead writer's
 
 
 def remove_if_dead(path: str | Path) -> None:
@@ -185,8 +185,8 @@ def _bytes_as_json(value: object) -> dict[str, str]:
 def _as_tuple(value: Any, depth: int = _DEEPEST) -> Any:
     """Return a value with its lists converted to tuples.
 
-    Raises ValueError for deeply nested ones: functions of keys are recursive, and must never exhaust an engine thread's
-    stack.
+    Raises ValueError for deeply nested lists: functions of keys are recursive, and must never exhaust an engine
+    thread's stack.
     """
     if not isinstance(value, list):
         return value

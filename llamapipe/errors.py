@@ -1,4 +1,4 @@
-"""Every exception that llamapipe defines; this module imports nothing from llamapipe.
+"""Defines every exception of llamapipe; this module imports nothing from llamapipe.
 
 Messages name the value, the limit and the fix. Wrong arguments raise ``ValueError`` (``InvalidRequestError`` is one)
 or ``TypeError``.
@@ -8,14 +8,14 @@ from enum import IntEnum
 
 
 class NoToken(IntEnum):
-    """Why no token was sampled from a row; takes the token's place. The same as lp_no_token in native/cdef."""
+    """The reason why no token was sampled from a row, in place of the token. Equals lp_no_token in native/cdef."""
 
     NO_FINITE_LOGIT = -1
     NO_ALLOWED_TOKEN = -2
     SAMPLER_FAILED = -3  # the sampler's ``error`` says why, if it has one
-    LATER = -4  # the token follows: see ``Executor.sample``
+    LATER = -4  # the token comes later: see ``Executor.sample``
     FINISHED = -5  # the constraint allows no further token, and the text is complete
-    SETTLED = -6  # no draw: the sampler knows now whether a further token is allowed
+    SETTLED = -6  # nothing was drawn, but the sampler now knows whether another token is allowed
     NOT_DRAWN = -7  # the row follows a guessed token that was not drawn
 
 
@@ -32,7 +32,7 @@ class BackendError(LlamapipeError):
 
 
 class InvalidRequestError(LlamapipeError, ValueError):
-    """A request that can never be served as it stands."""
+    """A request that can never be served without changes."""
 
 
 class ContextFullError(LlamapipeError):
@@ -52,4 +52,4 @@ class QueueFullError(LlamapipeError):
 
 
 class EngineClosedError(LlamapipeError):
-    """The engine, model or context was closed, or belongs to the process this one was forked from."""
+    """The engine, model or context was closed, or belongs to the process that this process was forked from."""

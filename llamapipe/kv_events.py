@@ -1,18 +1,18 @@
-"""KV events: what an engine tells routers about the token blocks in its prefix cache, in vLLM's format over ZeroMQ.
+"""KV events: tell routers which token blocks an engine's prefix cache holds, in vLLM's format over ZeroMQ.
 
-A block is ``block_size`` tokens together with all tokens before them. Its hash covers its tokens and the hash of the
-block before it, so equal prefixes have equal hashes in every process. A block counts as stored while at least one
-holder in the tree begins with it and has computed it. Changes are collected on the engine thread, and ``take`` returns
-their net effect: a block that was removed and stored again since the last call is not mentioned. So nothing is lost if
-``take`` is called late, and the pending changes never exceed what the cache holds.
+A block is ``block_size`` tokens and all tokens before them. Its hash covers its tokens and the hash of the block before
+it, so equal prefixes have equal hashes in every process. A block counts as stored while at least one holder in the tree
+begins with the block and has computed it. Changes are collected on the engine thread, and ``take`` returns their net
+effect: a block that was removed and stored again since the last call is not mentioned. Nothing is lost if ``take`` is
+called late, and there are never more pending changes than blocks in the cache.
 
-Two threads of the publisher send batches and answer requests for missed ones. A message has three frames: the topic,
-the batch's number (eight bytes, big-endian, from 0), and the batch in MessagePack: ``[time, [event, …]]``, where an
-event is an array that begins with its name. A subscriber that finds a gap in the numbers has missed batches, and asks
-for them at the replay endpoint. If some are no longer kept, the answer begins with one batch that clears all blocks and
-stores those that existed then. An answer has an empty frame and then the frames of a message, as in vLLM since 0.26;
-number -1 with an empty batch ends it. The first batch and the last one clear all blocks, because a subscriber may hold
-blocks of an earlier engine at this address.
+The publisher has two threads: one sends batches, the other answers requests for missed batches. A message has three
+frames: the topic, the batch's number (eight bytes, big-endian, from 0), and the batch in MessagePack: ``[time, [event,
+…]]``, where an event is an array that begins with its name. A subscriber that finds a gap in the numbers has missed
+batches, and asks for them at the replay endpoint. If some of these batches are no longer kept, the answer begins with
+one batch that clears all blocks and then stores the blocks that existed at that time. An answer has an empty frame and
+then the frames of a message, as in vLLM since 0.26; number -1 with an empty batch ends it. The first batch and the last
+one clear all blocks, because a subscriber may hold blocks of an earlier engine at this address.
 
 Needs the extra ``kv-events``.
 """
@@ -83,17 +83,17 @@ def _check_address(name: str, value: object) -> None:
 
 
 class Holder(Protocol):
-    """A sequence in the tree. ``n``: how many of its tokens are computed; it changes between calls."""
+    """A sequence in the tree. ``n``: the number of its computed tokens, which changes between calls."""
 
     @property
     def n(self) -> int:
-        """Computed tokens."""
+        """The number of computed tokens."""
 
     def __hash__(self) -> int: ...
 
 
 class Block(NamedTuple):
-    """A block that is stored. ``depth``: number of blocks before it; ``parent``: the hash of the block before it."""
+    """A stored block. ``depth``: number of blocks before it; ``parent``: the hash of the block before it."""
 
     depth: int
     parent: int | None
@@ -101,7 +101,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Consecutive blocks are in the cache now. ``parent``: the hash of the block before them."""
+    """Consecutive blocks are now in the cache. ``parent``: the hash of the block before them."""
 
     hashes: list[int]
     parent: int | None
@@ -132,20 +132,20 @@ class BlockTracker:
         self._pack = Struct(f"<Q{block_size}i").pack
         self._held: dict[Holder, list[int]] = {}  # the hashes of each holder's computed blocks
         self._growing: dict[Holder, tuple[Sequence[int], int]] = {}  # tokens in the tree, not all computed
-        self._n_holders: dict[int, int] = {}  # by hash
-        self._new: dict[int, Block] = {}  # stored and not told
-        self._gone: dict[int, int] = {}  # told and removed since, with the depth
+        self._n_holders: dict[int, int] = {}  # number of holders by block hash
+        self._new: dict[int, Block] = {}  # stored since the last ``take``, by hash
+        self._gone: dict[int, int] = {}  # removed since the last ``take``: hash to depth
 
     def __repr__(self) -> str:
         return f"<BlockTracker n={len(self._n_holders)} n_new={len(self._new)} n_gone={len(self._gone)}>"
 
-    # ---- what the tree tells
+    # ---- calls from the tree
     def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
         """Record that a holder with these tokens was added to the tree."""
         self._growing[holder] = tokens, len(tokens)
 
     def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
-        """Record that a holder has these tokens now; they begin with its earlier ones."""
+        """Record that a holder now has these tokens, which begin with its earlier tokens."""
         self._growing[holder] = tokens, len(tokens)
 
     def removed(self, holder: Holder) -> None:
@@ -195,7 +195,7 @@ class BlockTracker:
 
 
 def chains(blocks: Iterable[tuple[int, Block]]) -> list[Stored]:
-    """Return the fewest events that store these blocks. Parents must come before their children."""
+    """Return the smallest list of events that stores these blocks. Parents must come before their children."""
     events: list[Stored] = []
     by_end: dict[int | None, Stored] = {}
     for key, block in blocks:
@@ -209,9 +209,9 @@ def chains(blocks: Iterable[tuple[int, Block]]) -> list[Stored]:
     return events
 
 
-_MAX_WAITING = 64  # batches; while as many wait, changes are collected in the tracker
-_MAX_UNSENT = 100_000  # batches for one slow subscriber; it misses those after them
-_LINGER_MS = 200  # for the last batches when the engine closes
+_MAX_WAITING = 64  # batches; while this many wait, the tracker collects changes
+_MAX_UNSENT = 100_000  # batches that wait for one slow subscriber; it misses later batches
+_LINGER_MS = 200  # time to send the last batches when the engine closes
 _JOIN_S = 5.0
 _N_REPLAYED = 3  # frames of a request for a replay
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
@@ -232,7 +232,7 @@ class Publisher:
         self.tracker = BlockTracker(options.block_size)
         self.n_put = 0
         self._queue: SimpleQueue[list[Event] | None] = SimpleQueue()
-        self._lock = Lock()  # of what the two threads share
+        self._lock = Lock()  # guards the state that the two threads share
         self._kept: deque[tuple[int, bytes, list[Event]]] = deque()
         self._base: dict[int, Block] = {}  # blocks that were stored by batches before the kept ones
         self._closed = False
@@ -240,7 +240,7 @@ class Publisher:
         self._replay: Any = None
         topic = options.topic
         if topic is None:
-            from socket import gethostname  # every engine imports this module, and few publish
+            from socket import gethostname  # every engine imports this module, but few publish
 
             topic = f"kv@{gethostname()}@{model_name}"
         self._topic = topic.encode()
@@ -309,7 +309,7 @@ class Publisher:
         try:
             while (events := self._queue.get()) is not None:
                 payload = self._encode([time.time(), [self._array(event) for event in events]])
-                with self._lock:  # also for a replay between two batches
+                with self._lock:  # so that a replay falls between two batches
                     self._keep(number, payload, events)
                 self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
                 number += 1
@@ -332,7 +332,7 @@ class Publisher:
         if len(self._kept) > self._n_kept:
             apply(self._base, self._kept.popleft()[2], self.tracker.block_size)
 
-    # ---- the thread of replays
+    # ---- the replay thread
     def _answer(self) -> None:
         replay, zmq = self._replay, self._zmq
         try:
@@ -354,7 +354,7 @@ class Publisher:
     def _since(self, first: int) -> list[tuple[int, bytes]]:
         """Return the batches from a number onward.
 
-        If some are not kept, one that stores all earlier blocks comes first.
+        If some are no longer kept, a batch that stores all earlier blocks comes first.
         """
         with self._lock:
             kept = [(number, payload) for number, payload, _ in self._kept if number >= first]

@@ -1,4 +1,4 @@
-"""A lock that Ctrl-C cannot leave held, and guards against concurrent calls."""
+"""Provides a lock that Ctrl-C cannot leave held, and guards against concurrent calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 
 
 def check_threads() -> None:
-    """Raise RuntimeError if gevent or eventlet has replaced threads: ours could not run while a caller waits.
+    """Raise RuntimeError if gevent or eventlet has replaced threads: llamapipe's could not run while a caller waits.
 
     Callers wait in native code, which lets other threads run, but not other greenlets.
     """
@@ -39,11 +39,11 @@ class Lock(_thread.RLock):  # type: ignore[misc]  # final for type checkers only
 
     def __enter__(self) -> bool:  # type: ignore[override]  # without arguments
         try:
-            return self.acquire()  # in one line, as tracers may raise between lines
+            return self.acquire()  # in one line, because tracers may raise between lines
         except BaseException:
             try:  # noqa: SIM105  # calls of suppress() may be interrupted
                 self.release()
-            except RuntimeError:  # interrupted while it waited
+            except RuntimeError:  # the wait was interrupted: the lock is not held
                 pass
             raise
 
@@ -52,13 +52,13 @@ class OneCall(Lock):  # type: ignore[misc]  # as above
     """Guards the methods of an object for one thread, with ``with``: a concurrent call raises instead of waiting.
 
     ``what`` names the object in the message of the RuntimeError. The second call may come from another thread, or from
-    a signal handler of the same one.
+    a signal handler of the same thread.
     """
 
     __slots__ = ("_what",)
 
     def __new__(cls, what: str) -> OneCall:  # noqa: ARG004
-        """Make the lock without ``what``: an RLock takes no arguments."""
+        """Create the lock without ``what``: an RLock takes no arguments."""
         return super().__new__(cls)
 
     def __init__(self, what: str) -> None:

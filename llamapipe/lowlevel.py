@@ -1,4 +1,4 @@
-"""The pipeline without an engine: batches, outputs and traces of steps.
+"""Use the pipeline without an engine: batches, outputs and traces of steps.
 
 ``llamapipe`` also exports ``Pipeline`` and ``DecodeBatch``. See the guide to the pipeline.
 """

@@ -20,9 +20,9 @@ from llamapipe.llama.adapter import Adapter, ControlVector, check_choice_of_adap
 from llamapipe.structured.schema import WHITESPACE, closed_objects
 
 _INT32_MAX = 2**31 - 1
-_MOST_CHARACTERS = 2**17  # of all texts of one option
+_MOST_CHARACTERS = 2**17  # limit for all texts of one option together
 _MOST_SALT = 1024
-# Far above any logit, far below where a float32 logit would stop being finite.
+# Far above any logit, and far below the values that make a float32 logit infinite.
 _MAX_BIAS = 1e6
 
 LogitsProcessor = (
@@ -72,7 +72,7 @@ class SamplingParams:
       are at most a million. ``allowed_token_ids``: only these tokens are sampled. ``bad_words``: texts that are never
       generated, tokenized alone or after a space.
     - ``logits_processors``: callables that change a row, float32 ``(n_vocab,)``, in place, in a thread of the engine;
-      one that raises fails its own request. A callable with two parameters gets the tokens so far, including the
+      if a callable raises, its request fails. A callable with two parameters gets the tokens so far, including the
       prompt's, and the row; it must not change the list.
     - ``grammar`` (GBNF of llama.cpp), or one of ``json_schema`` (a dict, JSON text, or a class with
       ``model_json_schema()`` such as a pydantic model, whose objects get no further properties unless it says so),
@@ -80,13 +80,13 @@ class SamplingParams:
       that the text must match. If no text of ``choice`` begins with a space, the model may write one before it; its
       token is among the ids and log-probabilities, but the space is not in the text. ``grammar_timeout``: seconds of
       processor time that one request may spend on this format; None: no limit.
-    - ``json_whitespace``: the whitespace in JSON that follows ``json_schema``. "spaced": one after each colon and
+    - ``json_whitespace``: the whitespace in JSON that follows ``json_schema``. "spaced": one space after each colon and
       comma, as ``json.dumps`` writes them. "compact": none. "flexible": one or two spaces, or a newline and an
-      indentation, may separate its parts; a model can then spend its tokens on them.
+      indentation, may separate its parts; a model can then waste tokens on whitespace.
     - ``logprobs``: how many of the most probable tokens to report with each generated token; None: no
       log-probabilities. They are natural logarithms of the model's own probabilities, before any of the above.
       ``prompt_logprobs``: the same for the prompt's tokens.
-    - ``n``: choices for each prompt; those that run together share its computation.
+    - ``n``: number of choices for each prompt; choices that run together compute the prompt once.
     - ``seed``: None or -1 means a random seed, reported in ``Choice.seed``. The i-th choice has ``seed + i``.
     - ``stop``: a string, or several, that end the text before them; ``stop_token_ids``: tokens that end it.
     - ``ignore_eos``: never sample a token that ends generation.
@@ -94,13 +94,14 @@ class SamplingParams:
       cells run short. ``cache``: share KV cells of equal prefixes with other requests; see ``Engine``. ``cache_salt``:
       a text; only requests with the same salt share cells, so nobody without it can infer these prompts from response
       times or ``n_cached_tokens``. None: share with all requests that have no salt.
-    - ``prediction``: a text that the output is expected to resemble, such as a file with a few changes. It saves steps
-      where it matches, and never changes the output. ``speculate``: whether steps also compute guessed tokens, where
-      that saves time. None: guesses come from the constraint, the prediction, the prompt, the output, and the engine's
-      draft model. "ngram": not from the draft model. "draft": not from the prompt and the output. "off": no guesses.
+    - ``prediction``: a text that the output is expected to resemble, such as a file with a few changes. The prediction
+      saves steps where it matches, and never changes the output. ``speculate``: which guessed tokens steps also compute
+      if that saves time. None: guesses come from the constraint, the prediction, the prompt, the output, and the
+      engine's draft model. "ngram": not from the draft model. "draft": not from the prompt and the output. "off": no
+      guesses.
     - ``adapter``: a LoRA or a control vector that the model has loaded (``Model.load_adapter``,
-      ``load_control_vector``), by its name or as an object; or a mapping of several to their scales. None: the model
-      alone. On CPUs, requests with different LoRAs share steps; other sets take turns.
+      ``load_control_vector``), by its name or as an object; or a mapping of several adapters to their scales. None: the
+      model alone. On CPUs, requests with different LoRAs share steps; other sets take turns.
 
     Raises ValueError or TypeError naming the field. ``docs/sampling.md`` has the ranges.
     """
@@ -207,7 +208,7 @@ class SamplingParams:
         biases = None if self.logit_bias is None else frozenset(self.logit_bias.items())
         return hash((_HASHED(self), biases))
 
-    def __reduce__(self) -> Any:  # so that a pickle is checked
+    def __reduce__(self) -> Any:  # so that unpickling checks the values
         return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
 
     def _check_processors(self) -> None:
@@ -308,7 +309,7 @@ def _items(name: str, value: Any) -> list[Any]:
 
 
 def _strings(name: str, value: Any, *_: float) -> tuple[str, ...]:
-    """Return ``value`` as a tuple of texts; None, which other libraries use for no texts, gives an empty one."""
+    """Return ``value`` as a tuple of texts. None, which other libraries use for no texts, gives an empty tuple."""
     return () if value is None else _text_list(name, value)
 
 
@@ -328,7 +329,7 @@ def _text_list(name: str, value: Any, *_: float) -> tuple[str, ...]:
 def _tokens(name: str, value: Any, *_: float) -> tuple[int, ...]:
     values = _items(name, () if value is None else value)
     if set(map(type, values)) <= {int} and (not values or (min(values) >= 0 and max(values) <= _INT32_MAX)):
-        return tuple(values)  # a check of each would take long for a whole vocabulary
+        return tuple(values)  # checking each value would take long for a whole vocabulary
     return tuple(check_int(f"a token id of {name}", value, 0, _INT32_MAX) for value in values)
 
 
@@ -343,7 +344,7 @@ def _biases(logit_bias: dict[Any, Any]) -> dict[int, float]:
 
 
 def _bias(name: str, value: Any) -> float:
-    """Return ``value`` as a number that may be added to a logit. Raises TypeError, ValueError naming it."""
+    """Return ``value`` as a number that may be added to a logit. Raises TypeError and ValueError that name it."""
     if isinstance(value, float) and value == -inf:
         return -inf
     try:

@@ -1,17 +1,17 @@
-"""Devices of other machines, through llama.cpp's ggml-rpc.
+"""Uses devices of other machines, through llama.cpp's ggml-rpc.
 
 Python code checks the addresses and asks the workers for their protocol version, because ggml-rpc ends the process, or
-waits without a limit, if it cannot connect. ggml-rpc is loaded only with the first model with ``rpc=`` or the first
-worker.
+waits without a limit, if it cannot connect. ggml-rpc is loaded with the first model that has ``rpc=``, or with the
+first worker.
 
 A worker serves one connection at a time, and keeps one graph for each of its devices. ggml-rpc's client remembers that
 graph without a lock: two contexts that compute at the same time could each get the result of the other's graph. So a
-worker belongs to one model, and such a model has one context.
+worker belongs to only one model, and a model with workers has only one context.
 
 The first message of the protocol (``RPC_CMD_HELLO``, ``rpc_msg_hello_req`` and ``rpc_msg_hello_rsp`` in llama.cpp's
 ``ggml/src/ggml-rpc/ggml-rpc.cpp``, ``RPC_CONN_CAPS_SIZE`` in ``transport.h``), numbers little-endian:
 
-- request: the command (1 byte, 14), the size of what follows (8 bytes), the client's transports (24 bytes, 0: TCP);
+- request: the command (1 byte, 14), the size of the rest (8 bytes), the client's transports (24 bytes, 0: TCP);
 - answer: the size (8 bytes), the version (major, minor, patch, padding: a byte each), the server's transports (24).
 """
 
@@ -114,12 +114,12 @@ def look_up(host: str) -> str:
     return str(addresses[0][4][0])
 
 
-TIMEOUT_S = 5.0  # for connecting and the answer together
-_HELLO = 14  # "must be always 14", says the source
+TIMEOUT_S = 5.0  # for connecting and reading the answer together
+_HELLO = 14  # fixed by ggml-rpc ("must be always 14")
 _CAPS_BYTES = 24
 REQUEST = struct.pack("<BQ", _HELLO, _CAPS_BYTES) + bytes(_CAPS_BYTES)
 ANSWER = struct.Struct(f"<Q4B{_CAPS_BYTES}s")
-ANSWER_BYTES = ANSWER.size - 8  # the size that the answer declares
+ANSWER_BYTES = ANSWER.size - 8  # the size that an answer must declare
 
 
 def check_worker(address: Address, version: tuple[int, int], timeout_s: float = TIMEOUT_S) -> None:
@@ -128,7 +128,7 @@ def check_worker(address: Address, version: tuple[int, int], timeout_s: float = 
     Raises BackendError, after ``timeout_s`` at the latest.
     """
     answer = _ask(address, timeout_s)
-    # The rule of ggml-rpc's client. It does not compare patch versions.
+    # This is the rule of ggml-rpc's client, which does not compare patch versions.
     if answer[0] != version[0] or answer[1] > version[1]:
         raise BackendError(
             f"the RPC worker {address.text} speaks version {'.'.join(map(str, answer))} of ggml-rpc's protocol, and "
@@ -268,7 +268,7 @@ _LOG_PERIOD_S = 1.0
 
 
 def free_port(address: Address) -> Address:
-    """Return the address with a port that is currently free. Raises BackendError if the given one cannot be used."""
+    """Return the address with a port that is currently free. Raises BackendError if ``address`` cannot be used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -304,7 +304,7 @@ def _admit_only(address: Address, networks: Sequence[ipaddress.IPv4Network]) -> 
         try:
             sock = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
-            continue  # no socket, or the descriptor of this list
+            continue  # not a socket, or the descriptor of the listing itself
         with sock:
             listens = sock.family == socket.AF_INET and sock.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -326,8 +326,8 @@ def serve(
     """Serve native devices at a numeric address, one client at a time, for as long as the process lives.
 
     ``on_listening`` is called on another thread once the worker has answered a first message. ``cache``: a folder for
-    large tensors. ``networks``: apart from this machine, only these can connect (Linux); ignored if ``address`` is a
-    loopback address. The call handles no signals: leave them to the system.
+    large tensors. ``networks``: besides this machine, only these networks can connect (Linux only); ignored if
+    ``address`` is a loopback address. The call handles no signals: leave them to the system.
 
     Raises BackendError if the worker cannot listen.
     """
@@ -340,7 +340,7 @@ def serve(
         version = (lib.RPC_PROTO_MAJOR_VERSION, lib.RPC_PROTO_MINOR_VERSION)
         filtered = address.is_loopback
         while not ended.is_set():
-            # The worker serves one connection after another: when it answers, one that came before the filter is over.
+            # The worker serves connections in turn. When it answers, any connection made before the filter has ended.
             filtered = filtered or _admit_only(address, networks)
             try:
                 check_worker(address, version)

@@ -1,4 +1,4 @@
-"""Handles of running requests: streams and chat streams, generations, cached prefixes.
+"""Defines the handles of running requests: streams, chat streams, generations and cached prefixes.
 
 Open this file to change how a caller reads, changes or cancels a running request.
 
@@ -29,10 +29,10 @@ from llamapipe.results import ChatDelta, Delta, FinishReason, Token
 from llamapipe.types import Observation
 from llamapipe.work.long_work import running_loop, to_thread
 
-_RUNNING = State.RUNNING  # a global, because it is read for each token
+_RUNNING = State.RUNNING  # a global for speed: it is read for each token
 S = TypeVar("S", bound="StreamReader")
 C = TypeVar("C")
-BUFFER_TOKENS = 64  # tokens a stream may be ahead of its reader before its sequence pauses
+BUFFER_TOKENS = 64  # tokens that a stream may be ahead of its reader before its sequence pauses
 
 
 class PromptProgress(NamedTuple):
@@ -57,7 +57,7 @@ def submit_at_once(submit: Callable[[], Coroutine[Any, Any, None]]) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    with suppress(StopIteration):  # without a wait the coroutine ends in its first step
+    with suppress(StopIteration):  # the coroutine never waits, so it ends in its first step
         submit().send(None)
 
 
@@ -71,8 +71,8 @@ class StreamReader(NotCopyable):
     def __init__(self, engine_thread: EngineThread, deadline: float | None) -> None:
         self._engine_thread = engine_thread
         self._deadline = deadline
-        self._request: Request  # from ``submit`` on
-        self._done = True  # nothing to cancel before then
+        self._request: Request  # set by ``submit``
+        self._done = True  # before ``submit`` there is nothing to cancel
 
     def __repr__(self) -> str:
         if not hasattr(self, "_request"):
@@ -132,7 +132,7 @@ class StreamReader(NotCopyable):
                 self.observed_end()
         request = self._request
         request.token_budget += len(delta.token_ids)
-        # A command to the engine thread for every token would be expensive: half a buffer at once is enough.
+        # A command to the engine thread for every token would be expensive, so tokens are granted by half a buffer.
         if (
             request.state is not _RUNNING
             and request.state in (State.PAUSED, State.WAITING)
@@ -159,11 +159,12 @@ class StreamReader(NotCopyable):
             request = self._request
             if not request.cancelled and request.state is not State.FINISHED:
                 self._engine_thread.cancel_soon(request)
-        self._done = True  # last: a caller that is interrupted before this line can cancel again
+        self._done = True  # set last: a caller that is interrupted earlier can cancel again
         self.observed_end()
 
     def __del__(self) -> None:
-        # Dropped before its end: the rest can no longer be read. This takes no lock, so any thread may collect it.
+        # Dropped before its end: the rest can no longer be read. No lock is taken, so any thread may collect the
+        # stream.
         if not getattr(self, "_done", True):
             observed, self.observed = self.observed, None
             if observed is not None:
@@ -295,7 +296,7 @@ class SequenceHandle(NotCopyable):
         return self._request.finish_reason  # type: ignore[return-value]
 
     def trim(self, n_keep: SupportsIndex) -> None:
-        """Keep the first ``n_keep`` tokens; ``next`` continues after the last of them, even if the text had ended.
+        """Keep the first ``n_keep`` tokens. ``next`` then continues after them, even if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises ValueError outside ``[1, n_tokens]``,
         InvalidRequestError when the generation was cancelled or failed, or would fill the context.
@@ -317,10 +318,10 @@ class SequenceHandle(NotCopyable):
             self._change(n, [])
 
     def append(self, tokens: Iterable[SupportsIndex]) -> None:
-        """Add tokens at the end; ``next`` continues after the last of them, even if the text had ended.
+        """Add tokens at the end. ``next`` then continues after them, even if the text had ended.
 
         ``max_tokens`` and stop strings count from here. Raises TypeError or ValueError for bad token ids,
-        InvalidRequestError when they do not fit in the context or the generation was cancelled.
+        InvalidRequestError if they do not fit in the context, or if the generation was cancelled or failed.
         """
         ids = check_tokens("tokens", tokens, self._n_vocab)
         with self._alone:
@@ -363,7 +364,7 @@ class SequenceHandle(NotCopyable):
             self._engine_thread.cancel_soon(request)
 
     def __del__(self) -> None:
-        if hasattr(self, "_tokens"):  # next() cannot be called any more: free the slot
+        if hasattr(self, "_tokens"):  # next() can no longer be called: free the slot
             self.cancel()
 
     def _drop_old_tokens(self) -> None:
@@ -382,7 +383,7 @@ class SequenceHandle(NotCopyable):
     def _change(self, n_keep: int | None, tokens: list[int]) -> None:
         request = self._request
         self._changed = True
-        request.reopen()  # the engine thread leaves a waiting request alone; `finish_reason` must hold at once
+        request.reopen()  # the engine thread leaves a waiting request alone; `finish_reason` changes immediately
         self._engine_thread.change(request, n_keep, tokens)
 
 
@@ -395,7 +396,7 @@ def _seed_of_fork(seed: int, index: int) -> int:
 
 # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
 class AsyncClosing(NotCopyable):
-    """An iterator over what a request generates; closing it cancels the request."""
+    """An iterator over the output of a request; closing the iterator cancels the request."""
 
     def cancel(self) -> None:
         """End the request within a step."""
@@ -418,9 +419,9 @@ class AsyncClosing(NotCopyable):
 class AsyncStream(StreamReader, AsyncClosing):
     """An asynchronous iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
-    second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
-    Iterating raises the request's error, or TimeoutError after its timeout.
+    Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: a
+    second task that asks for a delta while another task waits gets RuntimeError. A slow reader pauses only its own
+    sequence. Iterating raises the request's error, or TimeoutError after its timeout.
     """
 
     def __init__(
@@ -449,14 +450,14 @@ class AsyncStream(StreamReader, AsyncClosing):
         deadline = self._deadline
         if deadline is not None:
             if self._request.state is State.FINISHED:
-                deadline = None  # the rest is in the mailbox
-            elif perf_counter() >= deadline:  # also if deltas are left there
+                deadline = None  # all remaining deltas are in the mailbox
+            elif perf_counter() >= deadline:  # even if the mailbox has deltas
                 raise self._expired()
         try:
             item = await self._mailbox.get(deadline)
         except Empty:
             raise self._expired() from None
-        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
+        except BaseException as e:  # Ctrl-C or cancellation of the task during the wait
             self.observed_end(e)
             self.cancel()
             raise
@@ -541,7 +542,7 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
 
     For one task at a time, except ``cancel`` and ``aclose``: a call while another one runs raises RuntimeError. Between
     calls the sequence keeps its slot and its KV cells until another request needs them; the cells are then saved in
-    host memory, or computed again later if there is no room. Close it, or use ``async with``.
+    host memory, or computed again later if there is no room. Close the generation, or use ``async with``.
     """
 
     def __init__(
@@ -577,20 +578,21 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
             try:
                 self._resume()
                 item = await self._mailbox.get()
-            except BaseException:  # the token in flight would answer a later call
+            except BaseException:  # otherwise a later call would get the token in flight
                 self.cancel()
                 raise
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> AsyncGeneration:
-        """Make an independent second generation of the same sequence, even if the text has ended.
+        """Create an independent second generation of the same sequence, even if the text has ended.
 
-        With a prefix cache it reuses this generation's KV cells; without one it computes them again. The tokens so far
-        count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
-        ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
+        With a prefix cache, the fork reuses this generation's KV cells; without one it computes them again. The tokens
+        so far count towards the fork's ``max_tokens``. The fork's sampler starts from the sequence so far, as after
+        ``trim``. ``seed``: the seed of that sampler; the default is computed from this generation's seed and the number
+        of its forks.
 
-        Returns immediately; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
-        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        Returns immediately; nothing is computed before ``next``. Close the fork, too. Raises InvalidRequestError if
+        this generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
         with self._alone:
@@ -606,9 +608,9 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
     async def snapshot(self) -> bytes:
         """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        They include the cells and the last four saved states. A header has the format, a fingerprint of the model file,
-        the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals damage
-        but not forgery: restore only snapshots from sources that you trust.
+        The bytes include the cells and the last four saved states. A header has the format, a fingerprint of the model
+        file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals
+        damage but not forgery: restore only snapshots from sources that you trust.
 
         Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
         model's file cannot be read.
@@ -624,8 +626,8 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
 class CachedPrefix(NotCopyable):
     """A prompt whose KV cells stay in host memory, as ``Engine.cache_prefix`` returns it. Any thread.
 
-    ``n_tokens``: length of the prefix. ``n_bytes``: host memory that it takes. ``release`` it, or use ``with``:
-    dropping this object does not free it.
+    ``n_tokens``: length of the prefix. ``n_bytes``: host memory that it takes. Call ``release``, or use ``with``:
+    dropping this object does not free the memory.
     """
 
     def __init__(self, engine_thread: EngineThread, request: Request, n_tokens: int, n_bytes: int) -> None:

@@ -18,11 +18,11 @@ from llamapipe.types import ObservedRequest
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
 else:
-    Span = Tracer = TracerProvider = Any  # of the extra; annotations resolve without it
+    Span = Tracer = TracerProvider = Any  # types of the extra; annotations must resolve without it
 
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
-_INT64_MAX = 2**63 - 1  # integers of the protocol are signed
-# Spans of streams that a destructor cancelled. Not per engine: it may be closed or uninstrumented by then.
+_INT64_MAX = 2**63 - 1  # the protocol's integers are signed
+# Spans of streams that a destructor cancelled. A global, because the engine may already be closed or uninstrumented.
 _dropped: deque[_RequestSpan] = deque()
 
 
@@ -48,7 +48,7 @@ def instrument(engine: Engine, tracer_provider: TracerProvider | None = None) ->
         raise ImportError('spans need opentelemetry-api: pip install "llamapipe[otel]"') from None
     tracer: Tracer = trace.get_tracer("llamapipe", tracer_provider=tracer_provider)
     atexit.unregister(_end_dropped)
-    atexit.register(_end_dropped)  # again: before a provider that was made meanwhile shuts down
+    atexit.register(_end_dropped)  # again, so that it runs before a newer provider shuts down
     engine.observe(_Spans(trace, tracer, engine.model.name))
 
 
@@ -62,7 +62,7 @@ def _end_dropped() -> None:
     while _dropped:
         try:
             span = _dropped.popleft()
-        except IndexError:  # another thread took it
+        except IndexError:  # another thread took the last span
             return
         span.end()
 
@@ -115,7 +115,7 @@ class _RequestSpan:
         self._began_ns, self._began_at = time_ns(), perf_counter()
 
     def end(self, error: BaseException | None = None, timed_out: bool = False) -> None:
-        """End the span at the time when the requests ended, or now."""
+        """End the span with the time when the requests ended, or now if that is not known."""
         span, request = self._span, self._request
         if span.is_recording():
             for name, at in (("prefill", request.prefill_at), ("first_token", request.first_token_at)):
@@ -124,7 +124,7 @@ class _RequestSpan:
                         f"llamapipe.{name}", {"seconds": at - self._began_at}, timestamp=self._ns(at)
                     )
             span.set_attributes(self._results("timeout" if timed_out else "cancelled"))
-            if isinstance(error, Exception):  # neither Ctrl-C nor a cancelled task
+            if isinstance(error, Exception):  # not Ctrl-C or a cancelled task
                 kind = "timeout" if isinstance(error, TimeoutError) else type(error).__qualname__
                 span.set_attribute("error.type", kind)
                 span.set_status(self._spans.trace.Status(self._spans.trace.StatusCode.ERROR, str(error)))

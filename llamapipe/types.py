@@ -1,4 +1,4 @@
-"""Types that few programs name: argument types, parts of results, and protocols for observers of requests."""
+"""Exports types that few programs name: argument types, parts of results, protocols for observers of requests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ObservedRequest(Protocol):
 
     ``operation``: ``"text_completion"``, ``"chat"`` or ``"score"``. ``params``: None for scores. ``is_stream``:
     whether the tokens are delivered one by one. ``finish_reasons``: one for each choice, None while it is
-    unfinished. Times are of ``time.perf_counter``; None means not yet, or never. ``prefill_at``: when a slot began to
-    compute the prompt.
+    unfinished. Times are seconds of ``time.perf_counter``; None means not yet, or never. ``prefill_at``: when a slot
+    began to compute the prompt.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Stops work whose result nobody needs: the deadline has passed, the client has left, or the engine closes.
 
 Call ``check_wanted`` during long work, wherever it can stop: between two images, or two pieces of a file. The limits
-are a context variable, so the functions in between need not pass them on, and threads that run in a copy of the context
+are in a context variable: functions in between need not pass them on, and threads that run in a copy of the context
 inherit them.
 """
 

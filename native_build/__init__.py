@@ -1,1 +1,1 @@
-"""Builds llama.cpp and the cffi module for llamapipe; used by ``build_native.py`` and by the package build."""
+"""Builds llama.cpp and the cffi module for llamapipe, for ``build_native.py`` and for the package build."""

@@ -20,13 +20,13 @@ from native_build.toolchain import Compilers, cmake_version, find_cmake
 
 @dataclass(frozen=True)
 class Machine:
-    """The inputs of a backend's check."""
+    """The machine's tools and options that a backend's check reads."""
 
     options: BuildOptions
     compilers: Compilers
 
     def preprocess(self, flags: Sequence[str], program: str) -> str | None:
-        """The output of the C++ preprocessor for ``program``; None if a header is missing."""
+        """Return the output of the C++ preprocessor for ``program``; None if a header is missing."""
         command = [*self.compilers.cxx, *flags, "-x", "c++", "-E", "-P", "-"]
         done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
         return done.stdout if done.returncode == 0 else None
@@ -41,14 +41,14 @@ class Accelerator:
     identity: dict[str, str] = field(default_factory=dict)
 
 
-# Not a GPU, but built like one. Without RDMA, whose library would have to be present wherever the result runs.
+# ggml-rpc is not a GPU but is built like one. RDMA is off: its library would be needed wherever the result runs.
 _RPC = Accelerator("rpc", ("-DGGML_RPC=ON", "-DGGML_RPC_RDMA=OFF"))
-# Nor is libmtmd, which turns images and sounds into embeddings. Without video, for which it would start ffmpeg.
+# libmtmd turns images and sounds into embeddings. Video is off: libmtmd would start ffmpeg for it.
 _MEDIA = Accelerator("media", ("-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"))
 
 
 def find_accelerators(options: BuildOptions, compilers: Compilers) -> tuple[Accelerator, ...]:
-    """The chosen GPU backends, ggml-rpc and libmtmd.
+    """Return the chosen GPU backends, ggml-rpc and libmtmd.
 
     Raises BuildError, which names the missing requirement, if one cannot be built here.
     """
@@ -69,22 +69,20 @@ def _cuda(machine: Machine) -> Accelerator:
     present = ""
     if not architectures and not machine.options.all_variants and cmake_version(find_cmake()) >= (3, 24):
         present = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).strip()
-        # Compiling for the GPUs in this machine takes minutes; for every GPU that llama.cpp supports, an hour.
+        # Compiling takes minutes for the GPUs in this machine, but an hour for every GPU that llama.cpp supports.
         architectures = "native" if re.match(r"\d+\.\d+", present) else ""
     arguments = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", "-DGGML_CUDA_NCCL=OFF"]
     if architectures:
         arguments.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
     identity = {"nvcc": version[0], "architectures": architectures, "gpus": present}
-    if not _has_cuda_driver(
-        nvcc
-    ):  # compiling without a GPU: only memory pools need more than the runtime library
+    if not _has_cuda_driver(nvcc):  # only memory pools need the driver
         arguments.append("-DGGML_CUDA_NO_VMM=ON")
         identity["vmm"] = "off"
     return Accelerator("cuda", tuple(arguments), identity)
 
 
 def _has_cuda_driver(nvcc: str) -> bool:
-    """Whether there is a driver library, or a stub of it, to link to."""
+    """Return whether there is a driver library, or a stub of it, to link to."""
     toolkit = Path(nvcc).resolve().parent.parent
     stubs = [*toolkit.glob("targets/*/lib/stubs/libcuda.so"), *toolkit.glob("lib*/stubs/libcuda.so")]
     return bool(stubs) or "libcuda.so" in _output(["ldconfig", "-p"])
@@ -128,7 +126,7 @@ def _vulkan(machine: Machine) -> Accelerator:
     sdk = os.environ.get("VULKAN_SDK", "")
     include = f"{sdk}/include" if sdk else ""
     version = _vulkan_headers(machine, include)
-    unpacked = cache_dir() / "vulkan-headers" / "include"  # by ci/setup_vulkan_debian.sh
+    unpacked = cache_dir() / "vulkan-headers" / "include"  # unpacked by ci/setup_vulkan_debian.sh
     if version is None and not sdk and unpacked.is_dir():
         include = str(unpacked)
         version = _vulkan_headers(machine, include)
@@ -160,13 +158,13 @@ def _vulkan(machine: Machine) -> Accelerator:
 
 
 def _vulkan_headers(machine: Machine, include: str, any_version: bool = False) -> str | None:
-    """The version of the Vulkan headers; None without any, or without any that are new enough."""
+    """Return the version of the Vulkan headers; None if there are none, or none that are new enough."""
     flags = [f"-I{include}"] if include else []
     program = "#include <vulkan/vulkan.hpp>\nfound VK_EXT_layer_settings VK_HEADER_VERSION\n"
     header = machine.preprocess(flags, program)
     if header is None:
         return None
-    if "found VK_EXT_layer_settings" in header and not any_version:  # not replaced by a number: not defined
+    if "found VK_EXT_layer_settings" in header and not any_version:  # an undefined macro is not replaced
         return None
     return header.split()[-1]
 

@@ -1,4 +1,4 @@
-"""Writes wheels and other archives: equal contents give equal files, for every user, in every folder."""
+"""Writes wheels and other archives reproducibly: equal contents give equal files for every user and folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ZIP_EPOCH = 315532800
 
 
 def source_date() -> int:
-    """The time to write into what is built: ``SOURCE_DATE_EPOCH`` (seconds since 1970), else now. Raises BuildError."""
+    """Return the time for archives, in seconds since 1970: ``SOURCE_DATE_EPOCH``, else now. Raises BuildError."""
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if not text:
         return int(time.time())
@@ -29,11 +29,11 @@ def source_date() -> int:
 
 
 def write_wheel(tree: Path, target: Path) -> Path:
-    """Pack an unpacked wheel with a new RECORD: sorted, with one date, and modes by the kind of file."""
+    """Pack an unpacked wheel with a new RECORD. Files are sorted, have one date, and modes by their kind."""
     info = next(tree.glob("*.dist-info"))
     record = f"{info.name}/RECORD"
     names = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file())
-    # The specification asks for the metadata at the end, so that it can be read without the rest.
+    # The specification recommends the metadata at the end, so that it can be read without the rest.
     names.sort(key=lambda name: name.startswith(f"{info.name}/"))
     lines, date = [], source_date()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -50,7 +50,7 @@ def write_wheel(tree: Path, target: Path) -> Path:
 
 
 def write_zip(tree: Path, target: Path) -> Path:
-    """Pack a folder: sorted, with one date, and modes by the kind of file."""
+    """Pack a folder. Files are sorted, have one date, and modes by their kind."""
     date = source_date()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for path in tree.rglob("*") if path.is_file()):
@@ -61,6 +61,6 @@ def write_zip(tree: Path, target: Path) -> Path:
 
 def _zip_entry(name: str, date: int) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(name, time.gmtime(max(date, _ZIP_EPOCH))[:6])
-    entry.create_system = 3  # Unix, wherever it is written
+    entry.create_system = 3  # always Unix, on whatever system the archive is written
     entry.external_attr = (0o100755 if ".so" in Path(name).suffixes else 0o100644) << 16
     return entry

@@ -1,4 +1,4 @@
-"""The command line of ``build_native.py``."""
+"""Implements the command line of ``build_native.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from native_build.sources import find_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, or report in one message why that is impossible. Returns the exit status."""
+    """Build, or report in one message why that is impossible. Return the exit status."""
     parsed = _parser().parse_args(arguments)
     try:
         if parsed.print_source:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"[llamapipe] {text}", file=sys.stderr, flush=True)
 
 

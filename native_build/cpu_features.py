@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-# Macros that a compiler defines for instruction sets, and the names of these in Linux's /proc/cpuinfo. The list has
-# those that llama.cpp's code can contain, not those of the kernel or of the memory system.
+# Macros that compilers define for instruction sets, and the sets' names in Linux's /proc/cpuinfo. Only sets that
+# llama.cpp's code can contain are listed, not those for the kernel or the memory system.
 _X86 = {
     "__SSE3__": "pni",
     "__SSSE3__": "ssse3",
@@ -70,11 +70,11 @@ _NAMES = {**_X86, **_ARM}
 
 
 def required_features(macros: Iterable[str], cpuinfo: Path | None = Path("/proc/cpuinfo")) -> list[str]:
-    """The features that a compiler's ``#define`` lines stand for, by their names in ``cpuinfo``, sorted.
+    """Return the features that a compiler's ``#define`` lines stand for, by their names in ``cpuinfo``, sorted.
 
-    Only features that this machine lists: an old kernel may not name one that its processor has, and the check at
-    load must not fail on the machine of the build. Empty where there is no such list (macOS). For a build for another
-    machine ``cpuinfo`` is None, and all count.
+    The result has only features that this machine lists: an old kernel may not name a feature of its processor, and the
+    check at load must not fail on the machine of the build. It is empty without such a list (macOS). For a build for
+    another machine ``cpuinfo`` is None, and all features are included.
     """
     defined = {line.split()[1] for line in macros if line.startswith("#define ")}
     named = {name for macro, name in _NAMES.items() if macro in defined}

@@ -1,4 +1,4 @@
-"""The exception that the build raises."""
+"""Defines the exception that the build raises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class BuildError(Exception):
     """A problem that the user has to fix.
 
-    ``problem`` names the thing, ``fix`` is the command (or the setting) that puts it right.
+    ``problem`` describes the problem; ``fix`` is the command or the setting that solves it.
     """
 
     def __init__(self, problem: str, fix: str) -> None:

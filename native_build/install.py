@@ -1,4 +1,4 @@
-"""The whole build: source, libraries, module, and their copies where the package looks for them."""
+"""Runs the whole build: source, libraries, module, and their copies where the package looks for them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from native_build.store import MANIFEST
 from native_build.systems import is_program
 from native_build.toolchain import Compilers, find_cmake, find_compilers, find_ninja, macros
 
-# A full disk, or a folder without write permission: the user has to fix these.
+# Errors that the user has to fix: a full disk, or a folder without write permission.
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
-    """Build what ``options`` ask for into ``target``: the module, and ``lib`` with the libraries.
+    """Build the module into ``target``, and the libraries into its folder ``lib``, as ``options`` ask.
 
-    Files are replaced, never written over: a process that uses the old ones keeps them. Raises BuildError.
+    Files are replaced, never overwritten: a process that uses the old files keeps them. Raises BuildError.
     """
     try:
         _build(options, target, say)
@@ -48,7 +48,7 @@ def build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> No
 
 
 def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> None:
-    # Every requirement is checked before the minutes of compiling, not after them.
+    # Every requirement is checked before compiling, which takes minutes.
     compilers, accelerators = _requirements(options)
     recipe = Recipe(options, find_source(options.source, say), compilers)
     libraries = build_libraries(recipe, accelerators, say)
@@ -71,12 +71,12 @@ def _build(options: BuildOptions, target: Path, say: Callable[[str], None]) -> N
     for path in folder.iterdir():
         if (
             path.name not in kept
-        ):  # left by an earlier build: a backend that this build leaves out would still be loaded
+        ):  # left by an earlier build: a backend that this build omits would still be loaded
             path.unlink()
 
 
 def check(options: BuildOptions) -> None:
-    """Raises BuildError if a requirement of a build of ``options`` is missing. Fetches and compiles nothing."""
+    """Raise BuildError if a build with ``options`` lacks a requirement. Fetch and compile nothing."""
     _requirements(options)
     find_cmake()
     find_ninja()
@@ -96,14 +96,14 @@ def _requirements(options: BuildOptions) -> tuple[Compilers, tuple[Accelerator, 
 
 
 def _facts(recipe: Recipe, libraries: Libraries) -> dict[str, object]:
-    """Facts about the build, for ``llamapipe doctor`` and for the package's check before it loads the library."""
+    """Return facts about the build, for ``llamapipe doctor`` and for the check before the package loads the library."""
     return {
         "llama_cpp_commit": recipe.source.commit,
         "llama_cpp_identity": recipe.source.identity,
         "llama_cpp_source": recipe.source.description,
         "backends": list(recipe.options.backends),
         "compiler": recipe.compilers.version,
-        # Names only: a wheel must not contain paths of the machine that built it.
+        # Only names: a wheel must not contain paths of the machine that built it.
         "flags": " ".join(
             Path(flag).name if flag[0] == "/" else flag for flag in recipe.compiler_flags("CXX")
         ),

@@ -39,7 +39,7 @@ class Libraries:
 def build_libraries(
     recipe: Recipe, accelerators: Sequence[Accelerator], say: Callable[[str], None]
 ) -> Libraries:
-    """The core and these backends. Compiles only those that the cache lacks. Raises BuildError."""
+    """Build the core and these backends, but only those that the cache lacks. Raises BuildError."""
     tree = cache_dir() / "build" / recipe.tree_key
     finished = cache_dir() / "native" / recipe.key
     targets = {"core": finished / "core"}
@@ -47,7 +47,7 @@ def build_libraries(
         targets[accelerator.name] = finished / f"{accelerator.name}-{store.key_of({**accelerator.identity})}"
 
     if recipe.options.clean or not all(store.lookup(target) for target in targets.values()):
-        # Only a process that compiles takes the lock: finished libraries can be used while another backend is compiled.
+        # Only processes that compile take the lock: finished libraries can be used while another backend is compiled.
         with store.locked(tree.with_suffix(".lock"), say):
             if recipe.options.clean:
                 shutil.rmtree(tree, ignore_errors=True)
@@ -93,7 +93,7 @@ def _compile(
     ]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DCMAKE_PROJECT_INCLUDE={injected}"]
     configure += [f"-DLLAMA_BUILD_COMMIT={recipe.source.commit[:9]}"]
-    # Only the backends compiled now are switched on: llama.cpp's build makes the core wait for all that are.
+    # Only backends that are compiled now are enabled: llama.cpp's build makes the core wait for all enabled backends.
     configure += [f"-DGGML_{name.upper()}=OFF" for name in (*BACKENDS[1:], "rpc") if name not in targets]
     configure += ["-DLLAMA_BUILD_MTMD=OFF"] if "media" not in targets else []
     for accelerator in accelerators:
@@ -115,7 +115,7 @@ def _compile(
 
 
 def _environment(recipe: Recipe) -> dict[str, str]:
-    # Flags are given as arguments; from the environment CMake would take them a second time.
+    # Flags are passed as arguments. CMake would apply them a second time from the environment.
     environment = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "CXXFLAGS")}
     # llama.cpp's build asks git for its commit. An unpacked archive must not get the commit of an enclosing repository.
     environment["GIT_CEILING_DIRECTORIES"] = str(recipe.source.path.parent)
@@ -132,7 +132,7 @@ def _cmake_variable(tree: Path, name: str) -> str:
 
 
 def _outputs(folder: Path, component: str, system: System) -> dict[str, Path]:
-    if component == "rpc":  # not under ggml's name: its loader would open it with the other backends
+    if component == "rpc":  # renamed: under ggml's name, ggml's loader would open it with the other backends
         built = folder / system.backend.format("rpc")
         return {f"libllamapipe-rpc{built.suffix}": built}
     if component == "media":

@@ -1,4 +1,4 @@
-"""The licence of llama.cpp with the notices of code by others that is compiled with it."""
+"""Collects the licence of llama.cpp and the notices of third-party code that is compiled with it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-# Files that have a licence or a notice of their own. Others of this kind (KleidiAI, SYCL …) are not compiled.
+# Files with a separate licence or notice. Other such files (KleidiAI, SYCL …) are not compiled.
 _WHOLE = ("ggml/src/ggml-cpu/llamafile/sgemm.cpp",)
 _LINES = ("ggml/src/ggml-cpu/ops.cpp",)
-# What libmtmd is compiled with: texts of licences, and sources that end with theirs.
+# Third-party code in libmtmd: licence texts, and sources that end with their licence.
 _TEXTS = ("vendor/hash/rotate-bits/LICENSE.md", "vendor/hash/xxhash/LICENSE", "vendor/hash/sha256/LICENSE")
 _ENDS = ("vendor/stb/stb_image.h", "vendor/miniaudio/miniaudio.h")
 _END = "This software is available"
 
 
 def llama_cpp_licence(tree: Path) -> str:
-    """The text to ship beside the libraries, taken from the source tree that they were compiled from."""
+    """Return the text to ship with the libraries, read from the source tree that they were compiled from."""
     parts = [(tree / "LICENSE").read_text(encoding="utf-8").strip()]
     for name, notice in _notices(tree):
         parts.append(f"{'-' * 80}\n{name}:\n\n{notice}")
@@ -26,7 +26,7 @@ def llama_cpp_licence(tree: Path) -> str:
 def _notices(tree: Path) -> Iterator[tuple[str, str]]:
     for name in (*_WHOLE, *_LINES):
         path = tree / name
-        if not path.is_file():  # another llama.cpp
+        if not path.is_file():  # a different llama.cpp may lack the file
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         if name in _WHOLE:

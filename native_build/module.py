@@ -23,15 +23,15 @@ from native_build.recipe import Recipe, core_libraries
 from native_build.systems import LINUX, MACOS, WINDOWS
 from native_build.toolchain import check_python_headers, find_cmake, find_ninja, target_python_headers
 
-# Increase this when equal inputs give a different result.
+# Increase this if equal inputs give a different result.
 VERSION = 1
 NAME = "llamapipe.native._native"
-# What is compiled; CMakeLists.txt says how.
+# Folders of compiled sources; CMakeLists.txt says how they are compiled.
 _FOLDERS = (PACKAGE_NATIVE / "src", PACKAGE_NATIVE / "kernels")
 _TESTING = "50_testing.h"
 _N_TREES = 16
 _COMPILED = "compiled.json"
-# What Python's headers ask for on macOS, in the stable ABI.
+# The configuration that Python's headers need for macOS and the stable ABI.
 _MAC_PYCONFIG = """#ifndef Py_PYCONFIG_H
 #define Py_PYCONFIG_H
 #define SIZEOF_SHORT 2
@@ -68,17 +68,17 @@ _CMAKE = PACKAGE_NATIVE / "CMakeLists.txt"
 
 
 def free_threaded() -> bool:
-    """Whether this Python is built without the GIL; it has no stable ABI then."""
+    """Return whether this Python is built without the GIL; it then has no stable ABI."""
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def file_name(options: BuildOptions) -> str:
-    """The module's file name; the same for every version of Python if the stable ABI can be used."""
+    """Return the module's file name; the same for every version of Python if the stable ABI can be used."""
     return f"_native{sysconfig.get_config_var('EXT_SUFFIX')}" if free_threaded() else options.system.module
 
 
 def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None]) -> Path:
-    """The compiled module, in the cache. Raises BuildError with the compiler's first errors."""
+    """Build the module and return its path in the cache. Raises BuildError with the compiler's first errors."""
     cffi_version = check_cffi()
     name = file_name(recipe.options)
     headers = module_headers(recipe.options)
@@ -95,7 +95,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
     }
     key = store.key_of({**surroundings, "declarations": declarations, "sources": sources})
     target = cache_dir() / "module" / key
-    # The folder to compile in belongs to this tree of sources, and keeps objects that no change concerns.
+    # The build folder belongs to this source tree, and keeps objects whose sources have not changed.
     trees = cache_dir() / "module-build"
     tree = trees / store.key_of({**surroundings, "project": str(PROJECT)})
     with store.locked(tree.with_suffix(".lock"), say):
@@ -107,7 +107,7 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
         tree.mkdir(parents=True, exist_ok=True)
         _generate("\n".join(declarations.values()), tree / "_native.c")
         say(f"compiling the cffi module; log: {tree / 'build.log'}")
-        # Before compiling: objects from before a compiler's error are of use.
+        # Before compiling: objects that were compiled before an error can be reused.
         remember(tree, paths)
         _compile(recipe, libraries, headers, tree)
         store.publish({name: tree / name}, {}, target)
@@ -116,9 +116,9 @@ def build_module(recipe: Recipe, libraries: Libraries, say: Callable[[str], None
 
 
 def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
-    """Whether sources have changed without being newer than what was compiled from them, so that Ninja keeps it.
+    """Return whether sources have changed without being newer than their objects, which Ninja would then keep.
 
-    So it is where an archive is unpacked in the place of another one: its files have the times that it gives them.
+    This happens if an archive is unpacked over another one: its files get the times that the archive records.
     """
     known = tree / _COMPILED
     if not known.exists():
@@ -133,13 +133,13 @@ def is_stale(tree: Path, paths: Iterable[Path]) -> bool:
 
 
 def remember(tree: Path, paths: Iterable[Path]) -> None:
-    """Notes what was compiled in a folder, for ``is_stale``."""
+    """Record the sources that were compiled in a folder, for ``is_stale``."""
     hashes = {_key(path): _hash(path) for path in paths if path.is_file()}
     (tree / _COMPILED).write_text(json.dumps(hashes), encoding="utf-8")
 
 
 def _key(path: Path) -> str:
-    """A source's name in its folder: two folders may have files of one name."""
+    """Return a source's name with its folder's: two folders may have files with the same name."""
     return f"{path.parent.name}/{path.name}"
 
 
@@ -148,7 +148,7 @@ def _hash(path: Path) -> str:
 
 
 def _prune(trees: Path) -> None:
-    """Removes the folders that were used longest ago: sources in temporary folders do not come back."""
+    """Remove the least recently used folders: sources in temporary folders do not come back."""
     for old in sorted((path for path in trees.iterdir() if path.is_dir()), key=_used_at)[:-_N_TREES]:
         shutil.rmtree(old, ignore_errors=True)
         old.with_suffix(".lock").unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def _used_at(tree: Path) -> float:
 
 
 def module_headers(options: BuildOptions) -> Path:
-    """The folder of the ``Python.h`` to compile with; raises BuildError if there is none."""
+    """Return the folder of the ``Python.h`` to compile with. Raises BuildError if there is none."""
     if not options.target:
         return check_python_headers()
     if free_threaded():
@@ -172,7 +172,7 @@ def module_headers(options: BuildOptions) -> Path:
 
 
 def _mac_headers() -> Path:
-    """Where this Python's headers are with a configuration for macOS: in the cache."""
+    """Write this Python's headers, with a configuration for macOS, to the cache. Return the folder."""
     here = check_python_headers()
     target = cache_dir() / "include" / f"python-macos-{sys.version_info[0]}.{sys.version_info[1]}"
     with store.locked(target.with_name(f"{target.name}.lock"), print):
@@ -182,7 +182,7 @@ def _mac_headers() -> Path:
 
 
 def check_cffi() -> str:
-    """The version of cffi; raises BuildError if it is not installed."""
+    """Return the version of cffi. Raises BuildError if it is not installed."""
     try:
         import cffi
     except ImportError:
@@ -201,14 +201,14 @@ def _generate(declarations: str, target: Path) -> None:
     ffi = FFI()
     try:
         ffi.cdef(declarations)
-    except Exception as error:  # cffi's parser raises many kinds
+    except Exception as error:  # cffi's parser raises many kinds of exceptions
         raise BuildError(
             f"cffi cannot read llamapipe/native/cdef: {error}", "correct the declaration"
         ) from None
     # cffi's C code uses the stable ABI by default if this Python has one.
     ffi.set_source(NAME, '#include "native.h"\n')
-    with contextlib.redirect_stdout(io.StringIO()):  # cffi announces the file's name
-        ffi.emit_c_code(str(target))  # it leaves an equal file alone
+    with contextlib.redirect_stdout(io.StringIO()):  # cffi prints the file's name
+        ffi.emit_c_code(str(target))  # does not touch an equal file
 
 
 def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) -> None:
@@ -221,7 +221,7 @@ def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) ->
     configure = [
         cmake,
         *("-S", str(PACKAGE_NATIVE), "-B", str(tree), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
-        # A list: a compiler command may have fixed arguments (CXX="ccache g++").
+        # A list, because a compiler command may have fixed arguments (CXX="ccache g++").
         f"-DCMAKE_C_COMPILER={';'.join(recipe.compilers.c)}",
         f"-DCMAKE_CXX_COMPILER={';'.join(recipe.compilers.cxx)}",
         f"-DCMAKE_C_FLAGS={shlex.join([*recipe.compiler_flags('C'), *flags])}",
@@ -248,13 +248,13 @@ def _compile(recipe: Recipe, libraries: Libraries, headers: Path, tree: Path) ->
 
 
 def _linked(recipe: Recipe, libraries: Libraries, headers: Path) -> list[Path]:
-    """What the module is linked to: llama.cpp's libraries, and on Windows the one of Python's stable ABI."""
+    """Return the libraries to link: llama.cpp's, and on Windows the one with Python's stable ABI."""
     linked = list(core_libraries(libraries.folders[0], recipe.options.system).values())
     return [*linked, headers / "python3.lib"] if recipe.options.system is WINDOWS else linked
 
 
 def _path_maps(recipe: Recipe, tree: Path) -> list[str]:
-    """Flags that keep this machine's folders out of a module for other machines (see ``recipe.py``)."""
+    """Return flags that keep this machine's paths out of a module for other machines (see ``recipe.py``)."""
     if not recipe.options.all_variants:
         return []
     folders = {recipe.source.path: "llama.cpp", PROJECT: "llamapipe", tree: "build"}

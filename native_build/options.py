@@ -1,4 +1,4 @@
-"""The options of a build."""
+"""Defines the options of a build, and reads them from the settings of a package build."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BACKENDS = ("cpu", "cuda", "vulkan", "metal")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """One build's choices. The CPU backend is always part of it: llama.cpp keeps some tensors there.
+    """The options of one build. Every build includes the CPU backend: llama.cpp keeps some tensors there.
 
     ``all_variants``: one CPU module per instruction set, chosen at run time (for wheels), instead of one for this
-    machine. ``cuda_architectures``: as CMake spells them; empty means the GPUs present, or all usual ones.
+    machine. ``cuda_architectures``: in CMake's notation; empty means those of this machine's GPUs, or all usual ones.
     ``rpc``: with ggml-rpc, a library that is opened only when a model is placed on other machines. ``media``: with
-    libmtmd, a library that is opened only for models with an ``mmproj``.
-    ``testing``: with the entries that only tests and benchmarks call (``cdef/50_testing.h``).
-    ``target``: the machine to build for, as GNU's tools name it (``aarch64-linux-gnu``, ``x86_64-windows-gnu``,
-    ``arm64-apple-darwin``); empty means this one. Only the CPU's backend can be built for another machine.
+    libmtmd, a library that is opened only for models with an ``mmproj``. ``testing``: with the functions that only
+    tests and benchmarks call (``cdef/50_testing.h``). ``target``: the machine to build for, as GNU's tools name it
+    (``aarch64-linux-gnu``, ``x86_64-windows-gnu``, ``arm64-apple-darwin``); empty means this one. Only the CPU backend
+    can be built for another machine.
     """
 
     backends: tuple[str, ...] = ("cpu",)
@@ -62,7 +62,7 @@ class BuildOptions:
 
     @property
     def accelerators(self) -> tuple[str, ...]:
-        """The backends beyond the CPU's."""
+        """The backends other than the CPU backend."""
         return self.backends[1:]
 
     @property
@@ -77,7 +77,7 @@ class BuildOptions:
 
     @property
     def n_jobs(self) -> int:
-        """Compilations to run at once: the given number, or by default the cores that this process may use."""
+        """The number of parallel compilations: the option, or by default the cores that this process may use."""
         if self.jobs is not None:
             return self.jobs
         if hasattr(os, "sched_getaffinity"):
@@ -86,7 +86,7 @@ class BuildOptions:
 
 
 def parse_flag(name: str, text: str) -> bool:
-    """Read an on/off setting; raises BuildError naming it."""
+    """Return the value of an on/off setting. Raises BuildError that names the setting."""
     lowered = text.strip().lower()
     if lowered in ("1", "on", "true", "yes"):
         return True
@@ -96,11 +96,11 @@ def parse_flag(name: str, text: str) -> bool:
 
 
 def with_settings(options: BuildOptions, settings: dict[str, str]) -> BuildOptions:
-    """Apply settings given to a package build (``pip install . -C backend=vulkan``).
+    """Return the options with the settings of a package build (``pip install . -C backend=vulkan``) applied.
 
-    Known: ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``media``, ``testing``,
-    ``source``, ``jobs``, ``cuda-architectures``, ``target``. Raises BuildError for any other, so that a misspelt one
-    does not go unnoticed.
+    The settings are ``backend`` (several with commas or spaces), ``all-variants``, ``openmp``, ``rpc``, ``media``,
+    ``testing``, ``source``, ``jobs``, ``cuda-architectures``, ``target``. Raises BuildError for others, so a misspelt
+    setting does not go unnoticed.
     """
     for name, text in settings.items():
         if name == "backend":

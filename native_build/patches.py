@@ -1,6 +1,6 @@
-"""Changes to the pinned llama.cpp: faults for which no source archive with a mend exists.
+"""Patches the pinned llama.cpp: fixes faults that no newer source archive fixes.
 
-Each names what it mends, and goes when the pin has moved past it. A tree given by the user is built as it is.
+Each patch names its fault, and is removed once the pinned version includes the fix. A user's own tree is not patched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from native_build.errors import BuildError
 
 @dataclass(frozen=True)
 class Patch:
-    """``before`` becomes ``after`` in the file ``path``; ``sha256`` is that of the patched file."""
+    """Replaces ``before`` with ``after`` in the file ``path``. ``sha256``: the hash of the patched file."""
 
     path: str
     before: str
@@ -23,7 +23,7 @@ class Patch:
     sha256: str
 
     def apply(self, tree: Path) -> None:
-        """Changes the file. Raises BuildError unless the result is exactly the one expected."""
+        """Change the file. Raises BuildError unless the result has the expected hash."""
         file = tree / self.path
         text = file.read_text(encoding="utf-8").replace(self.before, self.after, 1)
         if hashlib.sha256(text.encode()).hexdigest() != self.sha256:
@@ -47,5 +47,5 @@ PATCHES = (
 
 
 def digest(patches: Sequence[Patch]) -> str:
-    """Changes with the patches."""
+    """Return a text that changes with the patches."""
     return hashlib.sha256(repr(tuple(patches)).encode()).hexdigest()[:12]

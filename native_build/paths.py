@@ -1,4 +1,4 @@
-"""Where things are: the project, the user's cache, the package's native folder."""
+"""Defines paths: the project, the user's cache, the package's native folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGE_NATIVE = PROJECT / "llamapipe" / "native"
-# What is built; and the binding that tests and benchmarks run beside it.
+# Pinned requirements: the source archive to build, and the binding that tests and benchmarks compare with.
 REQUIREMENTS = PROJECT / "third_party" / "llama.cpp.txt"
 PEER_REQUIREMENTS = PROJECT / "third_party" / "llama-cpp-python.txt"
 CHECKOUT = PROJECT / "third_party" / "llama.cpp"
 
 
 def cache_dir() -> Path:
-    """The folder for downloads, build trees and built libraries, shared by all environments.
+    """Return the folder for downloads, build trees and built libraries, shared by all environments.
 
-    ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in the user's cache folder
-    (``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS, ``~/.cache`` elsewhere). It may be deleted at any time.
+    ``LLAMAPIPE_CACHE_DIR`` sets the folder; else it is ``llamapipe`` in the user's cache folder (``XDG_CACHE_HOME``,
+    ``~/Library/Caches`` on macOS, ``~/.cache`` elsewhere). The folder may be deleted at any time.
     """
     if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
         return Path(own).expanduser().absolute()

@@ -1,9 +1,9 @@
-"""The package build (PEP 517 and 660): scikit-build-core packs what ``native_build`` compiles.
+"""Implements the package build (PEP 517 and 660): scikit-build-core packs what ``native_build`` compiles.
 
-``native_build`` runs CMake itself, as it does for ``build_native.py``: both share its cache and its messages, and
-llama.cpp's libraries must be there before the cffi module. CMake and Ninja are fetched only if the system lacks them.
+``native_build`` runs CMake itself, as for ``build_native.py``. Both share the cache and the messages, and llama.cpp's
+libraries are built before the cffi module. CMake and Ninja are fetched only if the system lacks them.
 
-Settings: ``pip install . --config-settings=backend=vulkan``; all of them in ``options.with_settings``.
+Settings: ``pip install . --config-settings=backend=vulkan``. ``options.with_settings`` lists all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Settings = Mapping[str, "str | list[str]"]
 
 @contextmanager
 def _options(config_settings: Settings | None, testing: bool = False) -> Iterator[BuildOptions]:
-    """Reads the settings (``testing`` is off by default, or on). A BuildError ends the process with its message."""
+    """Read the settings. ``testing``: that setting's default. A BuildError ends the process with its message."""
     try:
         settings = (config_settings or {}).items()
         yield with_settings(
@@ -37,19 +37,19 @@ def _options(config_settings: Settings | None, testing: bool = False) -> Iterato
             {name: text if isinstance(text, str) else " ".join(text) for name, text in settings},
         )
     except BuildError as error:
-        # pip shows the output of the hook; a traceback would only hide the message.
+        # pip shows the hook's output, in which a traceback would hide the message.
         print(error, file=sys.stderr, flush=True)
         sys.exit(1)
 
 
 def get_requires_for_build_wheel(config_settings: Settings | None = None) -> list[str]:
-    """The packages to install before ``build_wheel``."""
+    """Return the packages to install before ``build_wheel``."""
     with _options(config_settings):
         return package_requirements()
 
 
 def get_requires_for_build_editable(config_settings: Settings | None = None) -> list[str]:
-    """The packages to install before ``build_editable``."""
+    """Return the packages to install before ``build_editable``."""
     with _options(config_settings):
         return package_requirements()
 
@@ -72,14 +72,14 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the native part in place, as ``build_native.py`` does, and a wheel that points to the source tree."""
+    """Build the native part in place, as ``build_native.py`` does, and a wheel that refers to the source tree."""
     with _options(config_settings, testing=True) as options:
         build(options, PACKAGE_NATIVE, say)
         return backend.build_editable(wheel_directory, {}, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings | None = None) -> str:
-    """Pack the sources, and compile nothing; equal sources give an equal archive."""
+    """Pack the sources without compiling anything; equal sources give an equal archive."""
     with _options(config_settings):
         source_date()
         return backend.build_sdist(sdist_directory)

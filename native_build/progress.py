@@ -1,4 +1,4 @@
-"""Runs a build command into a log, with progress on the terminal and the errors in the message."""
+"""Runs a build command: writes its output to a log, shows progress, and reports the errors in one message."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def run(
     what: str,
     say: Callable[[str], None] | None,
 ) -> None:
-    """Run ``command``; its output goes to ``log``. With ``say``, its ``[k/n]`` lines are shown as progress.
+    """Run ``command`` and write its output to ``log``. With ``say``, show its ``[k/n]`` lines as progress.
 
-    On a terminal, one line is updated; elsewhere, each tenth of the work prints a line.
-    Raises BuildError with the first compiler errors.
+    On a terminal, one line is updated; elsewhere, a line is printed for each tenth of the work. Raises BuildError with
+    the first compiler errors.
     """
     live = say is not None and sys.stderr.isatty()
     start, shown, expected = time.monotonic(), 0, 0
@@ -46,7 +46,7 @@ def run(
             if step is None or say is None:
                 continue
             done, total = int(step[1]), int(step[2])
-            if total != expected:  # another run of ninja: CMake found out that there is more to do
+            if total != expected:  # a new run of ninja: CMake has added work
                 shown, expected = 0, total
             seconds = int(time.monotonic() - start)
             text = f"{what} {done}/{total}, {seconds // 60}:{seconds % 60:02d}"

@@ -1,4 +1,4 @@
-"""How llama.cpp is compiled: CMake's arguments, and the key of the result in the cache."""
+"""Defines how llama.cpp is compiled: CMake's arguments, and the key of the result in the cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from native_build.store import key_of
 from native_build.systems import MACOS, WINDOWS, System
 from native_build.toolchain import Compilers, uses_zig
 
-# Increase this when equal inputs give a different result: all cached results are then rebuilt.
+# Increase this if equal inputs give a different result: all cached results are then rebuilt.
 VERSION = 1
-# Given to llama.cpp's build as CMAKE_PROJECT_INCLUDE.
-# Other bindings ship libllama.so.0 and libggml-base.so.0 too, and the dynamic loader loads only one library of each
-# name into a process, so llamapipe's have other names. Backend modules are opened by path and keep llama.cpp's names,
-# because its loader searches for these.
+# The following texts go into llama.cpp's build as CMAKE_PROJECT_INCLUDE. Other bindings ship libllama.so.0 and
+# libggml-base.so.0 too, and the dynamic loader loads only one library of each name into a process, so llamapipe's have
+# other names. Backend modules are opened by path and keep llama.cpp's names, because its loader searches for these.
 _NAMES = 'set(CMAKE_SHARED_LIBRARY_PREFIX "libllamapipe-")\n'
 # llama.cpp's assertions contain the path of their file. Libraries for other machines must not depend on the folder that
 # they were built in. Builds for this machine keep the paths, for debuggers.
@@ -28,10 +27,10 @@ _PATHS = """foreach(pair "${CMAKE_SOURCE_DIR}=llama.cpp" "${CMAKE_BINARY_DIR}=bu
   add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${pair}>")
 endforeach()
 """
-# llama.cpp's variants for 64-bit ARM on Linux, but for two things. Those with SME are left out: GCC before 14 cannot
-# compile them, and only KleidiAI, which is not built, has code for it. One is added, for processors with products of
-# 8-bit matrices and without SVE: AmpereOne, and Apple's since the M2, where containers on a Mac run. The list cannot be
-# changed from outside, but the function that adds a variant calls `add_dependencies`.
+# llama.cpp's variants for 64-bit ARM on Linux, with two changes. Variants with SME are left out: GCC before 14 cannot
+# compile them, and only KleidiAI, which is not built, has code for SME. One variant is added for processors that have
+# 8-bit matrix products but no SVE: AmpereOne, and Apple's since the M2, which run containers on a Mac. llama.cpp has no
+# option for the list, but the function that adds a variant calls `add_dependencies`.
 _ARM_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   function(add_dependencies target)
     set(others ${ARGN})
@@ -45,8 +44,8 @@ _ARM_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml" AND CMAKE_SYSTEM_NAME STREQUA
   endfunction()
 endif()
 """
-# ggml gives its libraries other names on Windows. There they export all that they have, which must not include what the
-# linker puts into each library: the next one would have it twice.
+# ggml names its libraries differently on Windows, where they export all their symbols. The exports must not include
+# symbols that the linker adds to each library: the next library would have them twice.
 _WINDOWS_LIBRARIES = r"""if(PROJECT_NAME STREQUAL "llama.cpp")
   file(WRITE "${CMAKE_BINARY_DIR}/llamapipe_own.cpp" [[
 __asm__(".section .drectve,\"yn\"\n"
@@ -65,14 +64,14 @@ __asm__(".section .drectve,\"yn\"\n"
   cmake_language(DEFER CALL llamapipe_library mtmd)
 endif()
 """
-# zig links no bundles, as which CMake links modules on macOS. dlopen() opens dynamic libraries just as well. And CMake
-# 3.25 finds out on a Mac only that there are run paths, by which libraries name each other.
+# CMake links modules on macOS as bundles, which zig cannot link; dlopen() also opens dynamic libraries. CMake 3.25
+# detects only on a Mac that libraries can refer to each other by run paths.
 _MAC_MODULES = """foreach(language C CXX)
   set(CMAKE_SHARED_MODULE_CREATE_${language}_FLAGS "-dynamiclib")
   set(CMAKE_SHARED_LIBRARY_RUNTIME_${language}_FLAG "-Wl,-rpath,")
 endforeach()
 """
-# As `_ARM_VARIANTS`, for Apple's processors. zig's clang takes the name of one instead of an architecture.
+# Like `_ARM_VARIANTS`, for Apple's processors. zig's clang takes a processor's name instead of an architecture.
 _MAC_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml")
   function(add_dependencies target)
     set(others ${ARGN})
@@ -89,7 +88,7 @@ _MAC_VARIANTS = """if(PROJECT_NAME STREQUAL "ggml")
   endfunction()
 endif()
 """
-# Environment variables with compiler flags. CMake reads the last three by itself.
+# Environment variables that change the compilation. CMake reads the last three itself.
 _VARIABLES = ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MACOSX_DEPLOYMENT_TARGET", "SDKROOT")
 _LEFT_OUT = ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP", "UI")
 
@@ -104,11 +103,11 @@ class Recipe:
 
     @property
     def tuning(self) -> tuple[str, ...]:
-        """Compiler flags for this machine's instruction sets; none if the choice is made at run time."""
+        """The compiler flags for this machine's instruction sets; empty if the sets are chosen at run time."""
         return () if self.options.all_variants else self.compilers.native_flags
 
     def compiler_flags(self, language: str) -> list[str]:
-        """The user's flags for ``language`` (C or CXX), then llamapipe's."""
+        """Return the user's flags for ``language`` (C or CXX), then llamapipe's."""
         flags = [
             *shlex.split(os.environ.get("CPPFLAGS", "")),
             *shlex.split(os.environ.get(f"{language}FLAGS", "")),
@@ -130,7 +129,7 @@ class Recipe:
             "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
             "-DBUILD_SHARED_LIBS=ON",
             "-DGGML_BACKEND_DL=ON",
-            # llama.cpp refuses GGML_NATIVE together with loadable backends; `tuning` does its work.
+            # llama.cpp refuses GGML_NATIVE with loadable backends; `tuning` replaces it.
             "-DGGML_NATIVE=OFF",
             f"-DGGML_CPU_ALL_VARIANTS={_on(self.options.all_variants)}",
             f"-DGGML_OPENMP={_on(self.options.openmp)}",
@@ -144,7 +143,7 @@ class Recipe:
         """CMake's arguments for another machine; none for this one."""
         if not self.options.target:
             return ()
-        # Libraries and headers of this machine are not for the other one.
+        # This machine's libraries and headers must not be used for the other machine.
         modes = (f"-DCMAKE_FIND_ROOT_PATH_MODE_{kind}=ONLY" for kind in ("LIBRARY", "INCLUDE", "PACKAGE"))
         return (
             f"-DCMAKE_SYSTEM_NAME={self.options.system.cmake_name}",
@@ -152,7 +151,7 @@ class Recipe:
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
             *modes,
-            # Nothing calls it, as no run path is changed, but CMake wants to know of one.
+            # CMake requires this tool but never runs it, because no run path is changed.
             *(("-DCMAKE_INSTALL_NAME_TOOL=none",) if self.options.system is MACOS else ()),
         )
 
@@ -173,21 +172,21 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Equal for builds whose results are interchangeable."""
+        """The key of the result in the cache: equal for builds whose results are interchangeable."""
         return key_of({**self._parts(), "source": self.source.identity})
 
     @property
     def tree_key(self) -> str:
-        """Names the folder to compile in.
+        """The name of the folder to compile in.
 
-        A source under development keeps it when its files change, so that only those are compiled.
+        The name stays the same when files of an unpinned source change, so that only changed files are compiled.
         """
         place = self.source.identity if self.source.pinned else str(self.source.path)
         return key_of({**self._parts(), "source": place})
 
     def _parts(self) -> dict[str, object]:
         arguments = self.cmake_arguments
-        if uses_zig(self.options.target):  # which is a package, at another place in each environment
+        if uses_zig(self.options.target):  # zig is a Python package, so its path depends on the environment
             arguments = tuple(text.replace(self.compilers.c[0], "zig") for text in arguments)
         return {
             "version": VERSION,
@@ -201,14 +200,15 @@ class Recipe:
 
 
 def core_libraries(folder: Path, system: System) -> dict[str, Path]:
-    """File name to ship → file, for the libraries that every backend and the cffi module link to."""
+    """Return, by the file name to ship, the libraries that every backend and the cffi module link to."""
     return versioned(folder, system, "llama", "ggml", "ggml-base")
 
 
 def versioned(folder: Path, system: System, *names: str) -> dict[str, Path]:
-    """File name to ship → file, for these libraries.
+    """Return, by the file name to ship, the files of these libraries.
 
-    Only the name that dependents ask for, with the ABI's number alone: a wheel cannot hold the links beside it.
+    Libraries are shipped under the one name that dependents ask for, which ends with the ABI number: a wheel cannot
+    hold symbolic links.
     """
     files = {}
     for name in names:

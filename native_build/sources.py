@@ -21,16 +21,16 @@ from native_build.patches import PATCHES, digest
 from native_build.paths import CHECKOUT, REQUIREMENTS, cache_dir
 
 ENVIRONMENT_VARIABLE = "LLAMAPIPE_LLAMA_CPP_DIR"
-# Folders that a tree must have, and those that go into the libraries: a change in these requires a new build.
+# Files that a tree must have, and the folders that go into the libraries: a change in these requires a new build.
 _NEEDED = ("CMakeLists.txt", "include/llama.h", "ggml/include/ggml.h", "src/llama-context.h")
 _COMPILED = ("CMakeLists.txt", "cmake", "include", "src", "ggml", "tools/mtmd", "vendor")
-# A quarter of the tree, which no build or test uses.
+# Folders that no build or test uses, a quarter of the tree.
 _SKIPPED = ("docs/", "media/")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A llama.cpp source tree. ``identity`` changes when its code does; ``description`` is for people."""
+    """A llama.cpp source tree. ``identity``: changes when its code changes; ``description``: for people."""
 
     path: Path
     identity: str
@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Archive:
-    """A kind of source archive that carries llama.cpp: the tree's folder, and the file that tells its commit."""
+    """A kind of source archive that contains llama.cpp: the tree's folder, and the file that names its commit."""
 
     tree: str
     head: str | None = None
@@ -49,7 +49,7 @@ class Archive:
 
 ARCHIVES = {
     "llama-cpp-python": Archive("vendor/llama.cpp/", ".git/modules/vendor/llama.cpp/HEAD"),
-    # Says no commit; the last part of its version is the number of llama.cpp's release.
+    # Names no commit. The last part of its version is the number of llama.cpp's release.
     "xllamacpp": Archive("thirdparty/llama.cpp/"),
 }
 
@@ -68,13 +68,13 @@ class Pin:
 
     @property
     def release(self) -> str:
-        """The tag of llama.cpp's release where the package's version ends with its number, else "unknown"."""
+        """The tag of llama.cpp's release if the package's version ends with the release's number, else "unknown"."""
         number = re.search(r"\.(\d{4,})$", self.requirement)
         return f"b{number[1]}" if number else "unknown"
 
 
 def read_pin(path: Path = REQUIREMENTS) -> Pin:
-    """Read the pinned source archive's requirement and hash; raises BuildError if the file has none."""
+    """Read the pinned source archive's requirement and hash. Raises BuildError if the file has none."""
     try:
         text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     except OSError as error:
@@ -89,9 +89,9 @@ def read_pin(path: Path = REQUIREMENTS) -> Pin:
 
 
 def find_source(directory: Path | None, say: Callable[[str], None]) -> Source:
-    """The tree to build, in this order: ``directory``, the environment variable, a checkout, the pinned archive.
+    """Return the tree to build: from ``directory``, else the environment variable, a checkout, the pinned archive.
 
-    The archive is fetched into the user's cache the first time. Raises BuildError.
+    The archive is fetched once, into the user's cache. Raises BuildError.
     """
     if directory is not None:
         return _from_directory(directory, "--source")
@@ -203,9 +203,9 @@ def _download(pin: Pin, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", pin.package]
     command += ["--require-hashes", "-r", str(hashed), "-d", str(scratch), "--progress-bar", "off"]
     command += ["--disable-pip-version-check"]
-    # While pip builds llamapipe, this variable names llamapipe's build backend; the archive has another one.
+    # While pip builds llamapipe, these variables name llamapipe's build backend; the archive has a different backend.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("_PYPROJECT_HOOKS_")}
-    # Only with --verbose does pip say why it could not read an index.
+    # pip only says with --verbose why it could not read an index.
     done = subprocess.run(
         [*command, "-vv"], capture_output=True, text=True, errors="replace", check=False, env=environment
     )
@@ -246,7 +246,7 @@ def _changed_hash(pin: Pin, sha256: str) -> BuildError:
 
 
 def _extract(archive: Path, kind: Archive, target: Path) -> str:
-    """Unpack only llama.cpp's tree, and return the commit that the archive tells, or an empty string."""
+    """Unpack only llama.cpp's tree. Return the commit that the archive names, or an empty string."""
     commit = ""
     with tarfile.open(archive) as tar:
         for member in tar:

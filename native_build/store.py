@@ -1,4 +1,4 @@
-"""Locks and finished results in the user's cache. A result is complete or absent, also while other processes build."""
+"""Keeps locks and finished results in the user's cache. A result is complete or absent, even during other builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANIFEST = "result.json"
 
 @contextmanager
 def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds an exclusive lock on ``path``, which is created. Reports if it has to wait for another process."""
+    """Create ``path`` and hold an exclusive lock on it. Report a wait for another process with ``say``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # not supported yet; msvcrt.locking would go here
         yield
@@ -30,18 +30,18 @@ def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         except OSError:
             say("another build is using the same folder: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Closing the file releases the lock, also when this process is killed.
+        # Closing the file releases the lock, as does the end of a killed process.
         yield
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """A short name for a set of options; equal parts give equal keys."""
+    """Return a short name for a set of options; equal parts give equal keys."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def publish(files: dict[str, Path], about: dict[str, Any], target: Path) -> None:
-    """Copy ``files`` (name → path) and a manifest into the new folder ``target``, which appears whole or not at all."""
+    """Copy ``files`` (name → path) and a manifest into the new folder ``target``, which appears atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix="new-"))
     try:
@@ -60,7 +60,7 @@ def publish(files: dict[str, Path], about: dict[str, Any], target: Path) -> None
 
 
 def lookup(target: Path) -> dict[str, Any] | None:
-    """The manifest of a finished result; None if there is no result, or if one of its files is missing or damaged."""
+    """Return the manifest of a finished result; None if there is none, or if one of its files is missing or damaged."""
     try:
         manifest: dict[str, Any] = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
         for name, expected in manifest["files"].items():

@@ -1,4 +1,4 @@
-"""The command that installs a missing requirement on this system."""
+"""Finds the command that installs a missing requirement on this system."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _MACOS = {
 
 
 def family(os_release: Path = Path("/etc/os-release")) -> str:
-    """The group of Linux distributions that this system belongs to; Debian's if it is not recognised."""
+    """Return the group of Linux distributions that this system belongs to; Debian's if it is not recognised."""
     try:
         lines = os_release.read_text().splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def family(os_release: Path = Path("/etc/os-release")) -> str:
 
 
 def install_command(thing: str) -> str:
-    """The command that installs ``thing`` (a key of the tables above) here."""
+    """Return the command that installs ``thing``, a key of the tables above, on this system."""
     if sys.platform == "darwin":
         return _MACOS[thing]
     name = family()

@@ -20,27 +20,27 @@ from native_build.paths import cache_dir
 from native_build.system import install_command
 from native_build.workarounds import workaround_flags
 
-# The pinned llama.cpp asks for 3.14, its Vulkan backend for 3.19; older ones than 3.21 were not tried.
+# The pinned llama.cpp requires 3.14, its Vulkan backend 3.19. Versions before 3.21 were not tested.
 MIN_CMAKE = (3, 21)
 
-# With these instructions, ggml processes half-precision rows 128 values at a time and the remaining ones one by one,
-# which is every value of an attention head of 64. Without them it processes 64 at a time, in single precision.
+# With these instructions, ggml processes half-precision rows 128 values at a time and the remaining values one by one:
+# all values of an attention head of size 64. Without them it processes 64 values at a time, in single precision.
 _HALF_PRECISION = "#define __AVX512FP16__ 1"
 
 
 def cross_setup(target: str) -> str:
-    """What installs the needs of ``--target``."""
+    """Return the command that installs the requirements of ``--target``."""
     if "-apple-" in target:
         return f"{sys.executable} -m pip install ziglang"
     script = "windows" if "-windows-" in target else "arm64"
     return f"sudo ci/setup_{script}_debian.sh    (elsewhere a cross compiler: CC=... CXX=...)"
 
 
-# Without them zig compiles in checks of undefined behaviour, unless it is told to optimize.
+# Without these flags, zig adds checks of undefined behaviour to code that it does not optimize.
 _ZIG_FLAGS = ("-fno-sanitize=undefined",)
-# What a build by zig for one processor needs, as nobody asks for the one at hand: AVX2 and FMA, or Apple's first.
+# Instruction sets of zig's builds without variants, which do not use this machine's: AVX2 and FMA, or Apple's M1.
 _ZIG_LEVELS = {"x86_64": ("-march=x86_64_v3",), "arm64": ("-mcpu=apple_m1",)}
-# How zig names Apple's systems. The version is in the wheel's tag, too (systems.py).
+# zig's names of Apple's systems. The wheel's tag has the same version (systems.py).
 _ZIG_TARGETS = {"arm64-apple-darwin": "aarch64-macos.11.0", "x86_64-apple-darwin": "x86_64-macos.11.0"}
 _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std::string_view().empty() ? 0 : 1; }\n"
 
@@ -49,8 +49,8 @@ _CXX17 = "#include <filesystem>\n#include <string_view>\nint main() { return std
 class Compilers:
     """The C and C++ compiler commands and their properties.
 
-    ``version`` changes when another compiler would be used, ``native_identity`` when this machine's instructions
-    (switched on by ``native_flags``) are others. ``workarounds``: flags that keep known faults out.
+    ``version``: changes with the compilers. ``native_identity``: changes with this machine's instructions, which
+    ``native_flags`` enable. ``workarounds``: flags that avoid known compiler bugs.
     """
 
     c: tuple[str, ...]
@@ -62,16 +62,16 @@ class Compilers:
 
 
 def uses_zig(target: str) -> bool:
-    """Whether zig compiles for a target, unless CC and CXX name other compilers."""
+    """Return whether zig compiles for a target; CC and CXX can name other compilers."""
     return any(part in target for part in ("-windows-", "-apple-")) and not {"CC", "CXX"} & set(os.environ)
 
 
 def find_compilers(target: str = "") -> Compilers:
-    """The compilers from ``CC``/``CXX``, else the system's; raises BuildError if they are missing or too old.
+    """Return the compilers from ``CC``/``CXX``, else the system's. Raises BuildError if they are missing or too old.
 
-    With a ``target`` (``aarch64-linux-gnu``) those for it, which then use none of this machine's instructions. For
-    macOS and Windows that is zig's clang: GCC stores 32-byte vectors on a stack that Windows aligns to 16 bytes (GCC
-    bug 54412).
+    With a ``target`` (``aarch64-linux-gnu``), the compilers are for that target and use none of this machine's
+    instructions. For macOS and Windows, zig's clang is used: GCC stores 32-byte vectors on a stack that Windows aligns
+    to 16 bytes (GCC bug 54412).
     """
     if target:
         fix = cross_setup(target)
@@ -99,7 +99,7 @@ def find_compilers(target: str = "") -> Compilers:
             f"the C compiler ({shlex.join(c)}) cannot compile a C program: {_first_error(done.stderr)}",
             f"{install_command('compiler')}    (CC=... chooses another)",
         )
-    # Without -E zig leaves an empty a.o in the current folder.
+    # Without -E, zig creates an empty a.o in the current folder.
     version = " / ".join(_first_line([*command, "--version", "-E"]) for command in (c, cxx))
     version += " / " + _first_line([*cxx, "-dumpmachine"])
     if uses_zig(target):
@@ -114,7 +114,7 @@ def _processor(target: str) -> str:
 
 
 def _zig(compiler: str, target: str) -> tuple[str, ...]:
-    """A compiler of the package ``ziglang``; raises BuildError if that is not installed."""
+    """Return the command of a compiler in the package ``ziglang``. Raises BuildError if it is not installed."""
     if (spec := find_spec("ziglang")) is None or spec.origin is None:
         raise BuildError(
             "zig, which compiles for macOS and Windows, is missing",
@@ -140,7 +140,7 @@ def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> t
 
 
 def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """The flags for this machine's instruction sets, and their names (the macros that the compiler then defines)."""
+    """Return the flags for this machine's instruction sets, and a text of the macros that the compiler then defines."""
     for flag in ("-march=native", "-mcpu=native"):
         defined = macros(cxx, (flag,))
         if _HALF_PRECISION in defined:
@@ -152,19 +152,19 @@ def _native(cxx: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def macros(cxx: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The ``#define`` lines of a compiler with these flags, sorted; empty if it does not accept them."""
+    """Return the ``#define`` lines of a compiler with these flags, sorted; empty if it does not accept the flags."""
     return sorted(_try(cxx, [*flags, "-x", "c++", "-E", "-dM", "-"], "").stdout.splitlines())
 
 
 def target_root(target: str) -> Path:
-    """The folder with the packages of a machine that is built for: Python, its headers, libraries to run it with."""
+    """Return the folder with a target machine's packages: Python, its headers, libraries to run it with."""
     return cache_dir() / "roots" / target
 
 
 def target_python_headers(target: str) -> Path:
-    """The folder of the ``Python.h`` of another machine; raises BuildError if it is not there.
+    """Return the folder of another machine's ``Python.h``. Raises BuildError if it is missing.
 
-    Its version does not matter: the module uses the stable ABI.
+    The version of Python does not matter: the module uses the stable ABI.
     """
     include = target_root(target) / "usr" / "include"
     if not (headers := sorted(include.glob("python3.*/Python.h"))):
@@ -175,7 +175,7 @@ def target_python_headers(target: str) -> Path:
 
 
 def check_python_headers(include: Path | None = None) -> Path:
-    """The folder of ``Python.h`` (this Python's own, if none is given); raises BuildError if it is not there."""
+    """Return the folder of ``Python.h``; None: this Python's own. Raises BuildError if the file is missing."""
     include = include or Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").is_file():
         raise BuildError(
@@ -185,7 +185,7 @@ def check_python_headers(include: Path | None = None) -> Path:
 
 
 def find_cmake() -> str:
-    """A CMake that is new enough; raises BuildError with pip's command otherwise."""
+    """Return the path of a CMake that is new enough. Raises BuildError, with pip's command, if there is none."""
     cmake, old = find_tool("cmake"), ""
     if cmake:
         version = cmake_version(cmake)
@@ -197,7 +197,7 @@ def find_cmake() -> str:
 
 
 def find_ninja() -> str:
-    """Ninja; raises BuildError with pip's command if it is missing."""
+    """Return the path of Ninja. Raises BuildError, with pip's command, if it is missing."""
     ninja = find_tool("ninja")
     if ninja and _run([ninja, "--version"]).returncode == 0:
         return ninja
@@ -205,19 +205,19 @@ def find_ninja() -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """A program in this Python's folder, so that a virtual environment need not be activated, or on PATH."""
+    """Find a program in this Python's folder (a virtual environment need not be activated) or on PATH."""
     scripts = sysconfig.get_path("scripts")
     return shutil.which(name, path=scripts) or shutil.which(name)
 
 
 def cmake_version(cmake: str) -> tuple[int, ...]:
-    """(major, minor) of a CMake; () if it does not run."""
+    """Return (major, minor) of a CMake; () if it does not run."""
     match = re.search(r"cmake version (\d+)\.(\d+)", _run([cmake, "--version"]).stdout)
     return (int(match[1]), int(match[2])) if match else ()
 
 
 def package_requirements() -> list[str]:
-    """The tools that a package build has to fetch from the package index because the system has no usable ones."""
+    """Return the tools that a package build must fetch from the package index because the system lacks usable ones."""
     needed = []
     try:
         find_cmake()
@@ -242,7 +242,7 @@ def _first_line(command: Sequence[str]) -> str:
 def _compile(
     command: Sequence[str], arguments: Sequence[str], program: str
 ) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as folder:  # zig must have a file: it knows no -fsyntax-only
+    with tempfile.TemporaryDirectory() as folder:  # zig needs an output file: it has no -fsyntax-only
         return _try(command, [*arguments, "-S", "-o", str(Path(folder) / "program.s"), "-"], program)
 
 
@@ -252,7 +252,7 @@ def _try(command: Sequence[str], arguments: Sequence[str], program: str) -> subp
 
 def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
     try:
-        # Messages are read here, so they must be in English.
+        # The messages are parsed, so they must be in English.
         environment = {**os.environ, "LC_ALL": "C"}
         return subprocess.run(
             command, input=text, capture_output=True, text=True, check=False, env=environment

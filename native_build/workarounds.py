@@ -13,7 +13,7 @@ from native_build.paths import cache_dir
 
 _HEADER = Path(__file__).with_name("amx_tileconfig.h")
 _MARK = "23130"
-# A store that only ldtilecfg reads. If the compiler drops it, the mark is missing from the assembly.
+# A program with a store that only ldtilecfg reads. If the compiler drops the store, the assembly lacks the mark.
 _PROGRAM = f"""#include <immintrin.h>
 struct config {{ unsigned char head[16]; unsigned short colsb[16]; unsigned char rows[16]; }};
 void load(void) {{ struct config c = {{{{1}}, {{0}}, {{0}}}}; c.colsb[7] = {_MARK}; _tile_loadconfig(&c); }}
@@ -21,10 +21,10 @@ void load(void) {{ struct config c = {{{{1}}, {{0}}, {{0}}}}; c.colsb[7] = {_MAR
 
 
 def workaround_flags(cxx: Sequence[str]) -> tuple[str, ...]:
-    """Flags for C and C++; empty if the compiler needs none."""
+    """Return flags for C and C++; empty if the compiler needs none."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not _loses_tile_configuration(cxx):
         return ()
-    # A copy at a path that is the same for every clone, so that all clones find the same build in the cache.
+    # The header is copied to a path that is the same for every clone, so that all clones share one build in the cache.
     text = _HEADER.read_bytes()
     copy = cache_dir() / "include" / f"amx_tileconfig-{hashlib.sha256(text).hexdigest()[:12]}.h"
     copy.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from llamapipe.streams import (
 
 
 class Closing(NotCopyable):
-    """An iterator over what a request generates; closing it cancels the request."""
+    """An iterator over the output of a request; closing the iterator cancels the request."""
 
     def cancel(self) -> None:
         """End the request within a step."""
@@ -49,9 +49,9 @@ class Closing(NotCopyable):
 class Stream(StreamReader, Closing):
     """An iterator over a request's deltas. Closing or dropping it cancels the request.
 
-    Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: if a
-    second task asks for a delta while one waits, it gets RuntimeError. A slow reader pauses only its own sequence.
-    Iterating raises the request's error, or TimeoutError after its timeout.
+    Cancelling a task that waits for a delta also cancels the request. For one task at a time, in one event loop: a
+    second task that asks for a delta while another task waits gets RuntimeError. A slow reader pauses only its own
+    sequence. Iterating raises the request's error, or TimeoutError after its timeout.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Stream(StreamReader, Closing):
         deadline = self._deadline
         if deadline is not None:
             if self._request.state is State.FINISHED:
-                deadline = None  # the rest is in the mailbox
-            elif perf_counter() >= deadline:  # also if deltas are left there
+                deadline = None  # all remaining deltas are in the mailbox
+            elif perf_counter() >= deadline:  # even if the mailbox has deltas
                 raise self._expired()
         try:
             item = self._mailbox.get(deadline)
         except Empty:
             raise self._expired() from None
-        except BaseException as e:  # Ctrl-C, or the task is cancelled, while it waits
+        except BaseException as e:  # Ctrl-C or cancellation of the task during the wait
             self.observed_end(e)
             self.cancel()
             raise
@@ -170,7 +170,7 @@ class Generation(SequenceHandle, Closing):
 
     For one task at a time, except ``cancel`` and ``close``: a call while another one runs raises RuntimeError. Between
     calls the sequence keeps its slot and its KV cells until another request needs them; the cells are then saved in
-    host memory, or computed again later if there is no room. Close it, or use ``with``.
+    host memory, or computed again later if there is no room. Close the generation, or use ``with``.
     """
 
     def __init__(
@@ -205,20 +205,21 @@ class Generation(SequenceHandle, Closing):
             try:
                 self._resume()
                 item = self._mailbox.get()
-            except BaseException:  # the token in flight would answer a later call
+            except BaseException:  # otherwise a later call would get the token in flight
                 self.cancel()
                 raise
             return self._read(item)
 
     def fork(self, seed: SupportsIndex | None = None) -> Generation:
-        """Make an independent second generation of the same sequence, even if the text has ended.
+        """Create an independent second generation of the same sequence, even if the text has ended.
 
-        With a prefix cache it reuses this generation's KV cells; without one it computes them again. The tokens so far
-        count towards its ``max_tokens``. Its sampler starts again from the sequence so far, as after ``trim``.
-        ``seed``: the seed of that sampler; the default follows from this generation's seed and the number of its forks.
+        With a prefix cache, the fork reuses this generation's KV cells; without one it computes them again. The tokens
+        so far count towards the fork's ``max_tokens``. The fork's sampler starts from the sequence so far, as after
+        ``trim``. ``seed``: the seed of that sampler; the default is computed from this generation's seed and the number
+        of its forks.
 
-        Returns immediately; nothing is computed before ``next``. Close it as well. Raises InvalidRequestError if this
-        generation was cancelled or failed, TypeError or ValueError for a bad seed.
+        Returns immediately; nothing is computed before ``next``. Close the fork, too. Raises InvalidRequestError if
+        this generation was cancelled or failed, TypeError or ValueError for a bad seed.
         """
         sampler_seed = None if seed is None else check_int("seed", seed, 0, 2**64 - 1)
         with self._alone:
@@ -232,9 +233,9 @@ class Generation(SequenceHandle, Closing):
     def snapshot(self) -> bytes:
         """Return the sequence and its KV cells as bytes, for ``Engine.restore`` of any engine with the same model.
 
-        They include the cells and the last four saved states. A header has the format, a fingerprint of the model file,
-        the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals damage
-        but not forgery: restore only snapshots from sources that you trust.
+        The bytes include the cells and the last four saved states. A header has the format, a fingerprint of the model
+        file, the types of keys and values, and a checksum; sampling parameters are not included. The checksum reveals
+        damage but not forgery: restore only snapshots from sources that you trust.
 
         Waits for the running step. Raises InvalidRequestError if the generation was cancelled or failed, OSError if the
         model's file cannot be read.

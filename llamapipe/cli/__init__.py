@@ -26,7 +26,7 @@ from llamapipe.cli.parser import CommandParser, HelpFormatter, UsageError
 from llamapipe.errors import LlamapipeError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
-# With what the program's help says of each. Only the module of the command that runs is imported.
+# Each command with its line in the program's help. Only the module of the command that runs is imported.
 _COMMANDS = {
     "demo": "show the library in under 20 seconds, offline",
     "generate": "continue one or more prompts",
@@ -61,15 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr; 2: wrong usage; 130: interrupted (Ctrl-C); 141: the reader of the output closed it, as with ``| head``.
     """
     for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-        if stream is None:  # it was closed at the start: discard what is written to it
+        if stream is None:  # the stream was closed before the start: discard all output to it
             with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect(nowhere):
                 return main(argv)
-    with suppress(AttributeError):  # a replaced stdout may not have it
-        # Windows' own encoding lacks most of what models write.
+    with suppress(AttributeError):  # a replaced stdout may not have this method
+        # Windows' own encoding lacks most characters that models write.
         encoding = "utf-8" if sys.platform == "win32" else None
         sys.stdout.reconfigure(encoding=encoding, errors="replace")  # type: ignore[union-attr]
     args = argparse.Namespace(verbose=False, argv=list(sys.argv[1:] if argv is None else argv))
-    # A server that ends because it was told to has succeeded.
+    # A server that is told to end has succeeded.
     is_server = args.argv[:1] == ["serve"] and "--worker" not in args.argv
     try:
         with _sigterm_as_ctrl_c() if is_server else nullcontext():
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_READER_GONE
     except UsageError as error:
         args.parser.print_usage(sys.stderr)
-        # One with a cause is an error of the library, which names its arguments.
+        # A UsageError with a cause comes from the library, whose messages name arguments, not options.
         text = str(error) if error.__cause__ is None else as_options(str(error), args.parser.options())
         return _fail(f"{text} (see {args.parser.prog} --help)", EXIT_USAGE)
     except Exception as error:
         if args.verbose:
             traceback.print_exc()
         if isinstance(error, (LlamapipeError, OSError, ValueError, ImportError)):
-            parser = getattr(args, "parser", None)  # none yet, if an option's value was wrong
+            parser = getattr(args, "parser", None)  # None if an option's value was wrong
             known = () if parser is None else parser.options().values()
             return _fail(with_flags(_text(error), known), EXIT_FAILURE)
         return _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where)", EXIT_FAILURE)
@@ -154,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Make the parser of a command line. By default, and for ``completion``, it knows all commands' options."""
+    """Create the parser of a command line. By default, and for ``completion``, it has all commands' options."""
     parser = _Parser(
         prog="llamapipe",
         description="GGUF models through llama.cpp, in process, for many callers at once.",
@@ -199,7 +199,7 @@ def _text(error: Exception) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    with suppress(OSError):  # stderr may be gone too
+    with suppress(OSError):  # stderr may also be closed
         print(f"llamapipe: {message}", file=sys.stderr)
     return status
 

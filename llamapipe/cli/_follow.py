@@ -1,6 +1,6 @@
-"""``llamapipe batch --follow``: the progress of a running server's batch, or of a job in another local process.
+"""``llamapipe batch --follow``: shows the progress of a running server's batch, or of a job in another local process.
 
-Both are polled periodically, which does not disturb them.
+The command polls the server or the job's files, which does not disturb the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EVERY_S = 0.5
 _EVERY_S_IN_LOGS = 60.0
 _CHUNK_BYTES = 2**20
 _ENDED = ("completed", "failed", "expired", "cancelled")
-_BATCH = "batch_"  # with which the ids of a server's batches begin
+_BATCH = "batch_"  # the prefix of the ids of a server's batches
 
 
 def follow(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def _follow_batch(args: argparse.Namespace) -> int:
 
 
 def _follow_job(source: Path, output: Path) -> int:
-    """Follow a job of this machine in the same way. A table is complete, whatever its results are."""
+    """Follow a job of this machine in the same way. A job with a finished table is complete, even if results failed."""
     lines = lines_of(output)
     n_records = None if source == STDIN else count_records(source)
     of = "" if n_records is None else f" of {n_records:,}"
@@ -82,7 +82,7 @@ def _follow_job(source: Path, output: Path) -> int:
 
 
 class _Counted:
-    """The number of lines in a growing file."""
+    """Counts the results in a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class _Counted:
         """Return the current number of results; 0 if there is no file."""
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._n_bytes:  # the file was started again
+                if file.seek(0, 2) < self._n_bytes:  # the file was replaced or emptied
                     self._n = self._n_bytes = 0
                 file.seek(self._n_bytes)
                 while chunk := file.read(_CHUNK_BYTES):

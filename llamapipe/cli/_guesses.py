@@ -1,7 +1,8 @@
 """Measures whether guesses pay off for a file of prompts: ``llamapipe bench --prompts FILE``.
 
 The same records are answered alternately with and without guesses, with the same seeds, so both ways compute the same
-texts and only the time differs. An engine stops guessing if steps get slower; then both ways are equally fast.
+texts and only the time differs. An engine stops guessing when guesses make steps too slow; then both ways are equally
+fast.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from llamapipe.jobs.records import Record
 from llamapipe.jobs.run import answers
 
 _ROUNDS = 3
-_PAYS = 1.03  # times as fast; less is noise
+_PAYS = 1.03  # the smallest speedup that is not noise
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Guessed:
 
 
 def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: int, folder: Path) -> Guessed:
-    """Answer the records, ``n`` at once, with and without guesses. Raises ValueError if a record fails."""
+    """Answer the records, ``n`` at a time, with and without guesses. Raises ValueError if a record fails."""
 
     def seconds(speculate: Literal["off"] | None) -> tuple[float, int]:
         params = lp.SamplingParams(max_tokens=max_tokens, seed=1, cache=False, speculate=speculate)
@@ -54,7 +55,7 @@ def measure(engine: lp.Engine, records: Sequence[Record], max_tokens: int, n: in
             n_tokens += answer.n_tokens
         return time.perf_counter() - began, n_tokens
 
-    seconds("off")  # warms the engine up, and finds what is wrong with a record
+    seconds("off")  # warms the engine up, and fails early if a record is wrong
     plain, guessed = [], []
     before = engine.stats()
     for _ in range(_ROUNDS):
@@ -87,7 +88,7 @@ def show(terminal: Terminal, measured: Sequence[Guessed], why_none: str) -> None
 
 
 def verdict(measured: Sequence[Guessed], why_none: str) -> str:
-    """Return the answer in a sentence."""
+    """Return whether guesses pay off, in one sentence."""
     if why_none:
         return f"The engine guesses nothing: {why_none}"
     pays = [entry for entry in measured if entry.gain >= _PAYS]

@@ -27,7 +27,7 @@ from llamapipe.native.load import native
 
 _CONTEXTS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _USUAL_CONTEXT, _USUAL_SLOTS, _MOST_SLOTS = 8192, 8, 64
-# The share of free memory to plan with: the prefix cache takes a tenth, compute buffers and the program need some.
+# The share of free memory to plan with: the prefix cache takes a tenth, buffers and the program take the rest.
 _SHARE = 0.8
 
 
@@ -88,7 +88,7 @@ def look_at(path: Path) -> dict[str, Any]:
 
 
 def _mtp_bytes(info: GgufInfo, n_layers: int) -> int:
-    """Return the size in bytes of the MTP layers: the last ones, which predict the token after the next."""
+    """Return the size in bytes of the MTP layers, the last layers, which predict the token after the next."""
     first = info.n_layer - n_layers
     matches = ((re.match(r"blk\.(\d+)\.", tensor.name), tensor) for tensor in info.tensors)
     return sum(tensor_bytes(tensor) for match, tensor in matches if match and int(match[1]) >= first)
@@ -105,7 +105,7 @@ def _weights(info: GgufInfo) -> list[dict[str, Any]]:
         if "embd" in tensor.name and not (
             tensor.name == "token_embd.weight" and "output.weight" not in names
         ):
-            continue  # rows are looked up; a file without an output matrix uses this one for it
+            continue  # rows of this matrix are looked up; a file without an output matrix also uses it as that
         name = type_name(tensor)
         ours = packs_architecture(info.architecture) and lib.lp_kernels_have(tensor.kind, *tensor.dims[:2])
         entry = by_kind.setdefault(
@@ -151,7 +151,7 @@ def _projector(info: GgufInfo, model: lp.Model) -> dict[str, Any]:
 
 
 def _memory(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the free memory (of GPUs, else of the host) and how many slots fit beside the weights, by context size."""
+    """Return the free memory (of GPUs, else of the host) and how many slots fit next to the weights, by context."""
     gpus = [device for device in lp.devices() if device.type in ("gpu", "igpu")]
     free = sum(device.memory_free for device in gpus) if gpus else free_memory()
     slots = []
@@ -165,7 +165,7 @@ def _memory(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(facts: dict[str, Any], name: str) -> str | None:
-    """Return the command that serves the model on this machine; None if it does not fit or there is no such command."""
+    """Return a command that serves the model on this machine; None if the model does not fit or cannot be served."""
     if not facts["is_served"]:
         return None
     if not facts["generates"]:
@@ -328,7 +328,7 @@ def _memory_findings(facts: dict[str, Any], fits: bool) -> Iterator[Finding]:
 
 
 def _cells(facts: dict[str, Any]) -> str:
-    """Return the memory that a token takes, and how much of it is in sliding-window layers."""
+    """Return, in words, the memory that a token takes, and how much of that is in sliding-window layers."""
     kv, in_windows = facts["kv_bytes_per_token"], facts["kv_window_bytes_per_token"]
     if not in_windows:
         return f"{size_text(kv)} for each token of a context (f16)"

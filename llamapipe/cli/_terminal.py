@@ -1,4 +1,4 @@
-"""Writes to the terminal within its abilities: colours, redrawing, width, characters."""
+"""Writes to a terminal with only the features that it has: colours, redrawing, width, characters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ASCII = {
     "░": ".",
     "·": "-",
 }
-# What writes no character itself, and changes only its neighbours: a soft hyphen, joiners and what keeps letters apart
-# in Persian words, Indic letters and emoji of several parts, marks of direction, which unlike embeddings end at once.
+# Characters of width zero that only change their neighbours: soft hyphen, joiners and non-joiners (Persian words, Indic
+# letters, emoji of several parts), and direction marks, which have no lasting effect, unlike embeddings.
 _INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060"
 
 
 class Terminal:
-    """A text stream and its abilities.
+    """A text stream and the features that it supports.
 
     ``stream``: usually ``sys.stdout``. ``environ``: read for ``NO_COLOR`` (https://no-color.org) and ``TERM``.
 
-    Colours and redrawing need a terminal that is not ``TERM=dumb``; ``NO_COLOR`` turns off colours alone.
+    Colours and redrawing need a terminal whose ``TERM`` is not ``dumb``. ``NO_COLOR`` turns off only colours.
     """
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str] = os.environ) -> None:
@@ -43,12 +43,12 @@ class Terminal:
 
     @property
     def columns(self) -> int:
-        """Width in characters; the terminal's, ``$COLUMNS``, or 100."""
+        """The width in characters: from the terminal or ``$COLUMNS``, else 100."""
         return shutil.get_terminal_size((100, 24)).columns
 
     @property
     def lines(self) -> int:
-        """Height in lines; the terminal's, ``$LINES``, or 24."""
+        """The height in lines: from the terminal or ``$LINES``, else 24."""
         return shutil.get_terminal_size((100, 24)).lines
 
     def style(self, text: str, *names: str) -> str:
@@ -68,18 +68,18 @@ class Terminal:
         return text if len(text) <= width else text[: max(width - len(dots), 0)] + dots
 
     def text(self, text: str) -> str:
-        """Return model text made safe to write: on a terminal, control characters are replaced."""
+        """Return a model's text in a form that is safe to write: on a terminal, control characters are replaced."""
         if not self._stream.isatty() or text.isprintable():
             return text
         return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
 
     def write(self, text: str) -> None:
-        """Write and flush."""
+        """Write a text and flush the stream."""
         self._stream.write(text)
         self._stream.flush()
 
     def redraw(self, text: str = "") -> None:
-        """Replace the current line, if the terminal can; else do nothing."""
+        """Replace the current line if the terminal can do that; else do nothing."""
         if self.redraws:
             self.write(f"\r\x1b[2K{text}")
 
@@ -94,7 +94,7 @@ class WordWrap:
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._column = 0
-        self._word = ""  # not written yet: it may go on
+        self._word = ""  # not written yet, because the word may continue
         self._styles: tuple[str, ...] = ()
         self._written = False
 
@@ -151,7 +151,7 @@ class WordWrap:
 
 
 def width(text: str) -> int:
-    """Return how many columns a text takes: two for a wide character, none for one that changes its neighbours."""
+    """Return how many columns a text takes: two for a wide character, none for one in ``_INVISIBLE``."""
     return sum(0 if _is_mark(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 

@@ -47,7 +47,7 @@ examples:
   llamapipe batch -m model.gguf requests.jsonl -o responses.jsonl
   llamapipe batch --follow prompts.jsonl -o answers.jsonl
   llamapipe batch --follow batch_0123 --url http://127.0.0.1:8080"""
-_EVERY_S = 0.5  # the line of progress
+_EVERY_S = 0.5  # between updates of the progress line
 _EVERY_S_IN_LOGS = 60.0
 _MOST_REASONS = 3
 
@@ -189,7 +189,7 @@ def _folder(text: str) -> Path:
 
 @contextmanager
 def _opened(file: Path | None) -> Iterator[lp.Embedder | None]:
-    """Open the embedder of ``--embeddings``."""
+    """Open the embedder for ``--embeddings``; yield None without that option."""
     if file is None:
         yield None
         return

@@ -27,9 +27,9 @@ USAGE = "llamapipe bench [options]"
 DESCRIPTION = """\
 Measure a model on this machine: the generated tokens per second of all requests together, and the time to the first
 token, for several numbers of concurrent requests. Prompts are random tokens."""
-_BAR = 32  # characters
-_LOOK_S = 0.2  # at the machine's load
-BUSY_CORES = 0.5  # that other work uses
+_BAR = 32  # maximum length of a bar in characters
+_LOOK_S = 0.2  # how long the machine's load is measured
+BUSY_CORES = 0.5  # cores used by other work from which a measurement counts as disturbed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Answer a file of prompts without guesses and with them."""
+    """Answer a file of prompts with and without guesses. Return the exit status."""
     with usage_errors():
         records = list(read_records(args.prompts))
     if not records:
@@ -112,7 +112,7 @@ def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def busy_note() -> str | None:
-    """Return a warning if other work, which slows every step, uses the cores now; None if not, or if unknown."""
+    """Return a warning if other work uses the cores now, which slows every step; None if not, or if unknown."""
     free, n = free_cores(_LOOK_S), usable_cores()
     if free is None or free > n - BUSY_CORES:
         return None
@@ -123,7 +123,7 @@ def busy_note() -> str | None:
 
 
 def _draw(terminal: Terminal, speeds: dict[int, float]) -> None:
-    """Draw a bar for each number of requests; the longest is the fastest."""
+    """Draw a bar for each number of requests. The longest bar is the fastest."""
     terminal.line()
     for n, tokens_per_s in speeds.items():
         bar = terminal.symbol("█") * max(round(_BAR * tokens_per_s / max(speeds.values())), 1)
@@ -140,7 +140,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-# ---- measuring, also for tune
+# ---- measurement, also for tune
 _ROUNDS = 3
 
 
@@ -168,7 +168,7 @@ class Speed:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other work probably made it slower."""
+        """Whether other work probably slowed the measurement."""
         return self.n_other_cores > BUSY_CORES
 
 
@@ -180,7 +180,7 @@ def _other_work() -> OtherWork | None:
 
 
 class LoadRunner:
-    """Runs loads on engines of one model. Prompts share no prefix, so that none is found in the cache."""
+    """Runs loads on engines of one model. Prompts share no prefix, so the prefix cache has no effect."""
 
     def __init__(self, model: lp.Model, seed: int = 1) -> None:
         vocab = model.vocab

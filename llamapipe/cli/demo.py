@@ -1,6 +1,6 @@
 """``llamapipe demo``: shows the library on the bundled model.
 
-``Board`` draws several texts that grow at once; ``compare`` runs the same requests one by one and concurrently.
+``Board`` draws several growing texts; ``compare`` runs the same requests one by one and concurrently.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _N_TOGETHER = 16
 _N_TOKENS = 64
 _N_CTX = 256
 _MEASURING_LIMIT_S = 8.0
-_READING_PACE = 60  # tokens per second and column: this model is much faster than anyone can read
+_READING_PACE = 60  # tokens per second in each column: the model is much faster than anyone can read
 _FRAME_S = 1 / 25
-_LOOK_S = 0.2  # at the machine's load
-_BUSY = 0.3  # of a core, used by other programs
-_WIDTHS = (10, 15, 12, 10)  # of the table's columns, which fit into 60 with the first one
+_LOOK_S = 0.2  # how long the machine's load is measured
+_BUSY = 0.3  # cores used by other programs from which the machine counts as busy
+_WIDTHS = (10, 15, 12, 10)  # of the table's columns after the first; the table has 60 characters
 _GREEDY = lp.SamplingParams(max_tokens=120, temperature=0)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the title it is shown under."""
+    """A prompt and the title above its text."""
 
     title: str
     prompt: str
@@ -52,7 +52,7 @@ THREE = [
     Request("counting", "Counting from 7 to 30:"),
     Request("a question", "Question: Say the alphabet.\nAnswer:"),
 ]
-_CANCELLED, _CANCEL_AFTER = 1, 18  # which of the three, after how many tokens
+_CANCELLED, _CANCEL_AFTER = 1, 18  # index of the cancelled request, and its number of tokens
 BURST = [
     f"Once upon a time, there was a {hero}."
     for hero in (
@@ -103,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
         undisturbed = asyncio.run(demo.stream_three())
         asyncio.run(demo.cancel_one_of_three(undisturbed))
         demo.run_burst()
-        engine.close()  # its threads must not compete with the measured ones
+        engine.close()  # its threads must not compete with the measured engines
         demo.show_table(model, args.runs)
     return 0
 
 
 class _Demo:
-    """The parts of the demo, on one engine and terminal; ``pace``: tokens per second for each column, 0: no limit."""
+    """The parts of the demo, on one engine and terminal. ``pace``: tokens per second for each column; 0: no limit."""
 
     def __init__(self, terminal: Terminal, engine: lp.Engine, pace: float) -> None:
         self._terminal = terminal
@@ -133,12 +133,12 @@ class _Demo:
             board.end(0, self._ended(n_tokens))
 
     async def stream_three(self) -> list[str]:
-        """Run three requests at once, side by side; return their texts."""
+        """Run three requests concurrently, side by side. Return their texts."""
         self._heading("2", "three at once", "async for delta in engine.astream(prompt, params): ...")
         return await self._side_by_side(cancelled=None)
 
     async def cancel_one_of_three(self, undisturbed: list[str]) -> None:
-        """Run the same three requests and cancel one midway; ``undisturbed`` holds the uncancelled texts."""
+        """Run the same three requests and cancel one midway. ``undisturbed``: the texts without cancellation."""
         self._heading("3", "the same, the second cancelled", "break, task.cancel(), or a timeout")
         texts = await self._side_by_side(cancelled=_CANCELLED)
         same = all(a == b for i, (a, b) in enumerate(zip(texts, undisturbed, strict=True)) if i != _CANCELLED)
@@ -230,7 +230,7 @@ class _Demo:
                     task.cancel()
 
     async def _into(self, board: Board, column: int, cancel_after: int | None) -> str:
-        """Stream a request into its column, up to ``cancel_after`` tokens; return its text."""
+        """Stream a request into its column, up to ``cancel_after`` tokens. Return the text."""
         board.add(column, THREE[column].prompt)
         text, n_tokens = "", 0
         async with aclosing(self._engine.astream(THREE[column].prompt, _GREEDY)) as deltas:
@@ -279,17 +279,18 @@ def _cells(measured: Measured) -> tuple[str, str, str, str]:
 
 # ---- texts side by side
 _GAP = 3
-_NARROWEST = 22  # characters; below that columns are no longer readable
+_NARROWEST = 22  # characters; narrower columns are hard to read
 
 
 class Board:
     """Shows one column for each title and redraws it as text comes in.
 
     On a terminal that is wide enough, the columns are side by side and each shows its last ``n_lines`` lines. Elsewhere
-    every finished sentence becomes a line that begins with its title, so that a log shows the interleaving as well.
+    every finished sentence becomes a line that begins with its column's title, so that a log also shows the
+    interleaving.
 
-    As a context manager, it hides the cursor, and at the end draws the last state and shows the cursor again. It
-    belongs to one thread.
+    As a context manager, a board hides the cursor, and at the end draws the last state and shows the cursor again. Use
+    it from one thread.
     """
 
     def __init__(self, terminal: Terminal, titles: list[str], n_lines: int = 7) -> None:
@@ -322,7 +323,7 @@ class Board:
             self._print_to(column, len(self._texts[column]))
 
     def add(self, column: int, text: str) -> None:
-        """Append to a column; shown by the next ``draw``."""
+        """Append a text to a column; the next ``draw`` shows it."""
         self._texts[column] += text
         if not self._side_by_side:
             so_far = self._texts[column]
@@ -358,7 +359,7 @@ class Board:
             ]
         )
         up = f"\x1b[{len(rows)}A" if self._drawn else ""
-        # One write for the whole picture, or it flickers.
+        # The whole picture is written in one call; otherwise it flickers.
         terminal.write(up + "".join("\r\x1b[2K" + (" " * _GAP).join(row) + "\n" for row in rows))
         self._drawn = True
 
@@ -388,8 +389,9 @@ class Board:
 class Measured:
     """Measurements of one way to serve a set of requests that all arrive at time zero.
 
-    ``n_tokens``: tokens generated by all requests. ``seconds``: the time until the last was done. ``first_token_s``:
-    the median time to the first token. ``spread``: the lowest and the highest tokens per second of several runs.
+    ``n_tokens``: tokens generated by all requests. ``seconds``: the time until the last request was done.
+    ``first_token_s``: the median time to the first token. ``spread``: the lowest and the highest tokens per second of
+    several runs.
     """
 
     n_tokens: int
@@ -433,9 +435,9 @@ def compare(
     limit_s: float,
     progress: Callable[[int, int], None],
 ) -> tuple[Measured, Measured, int]:
-    """Return medians of alternating runs, which a busy moment affects equally, and the number of runs.
+    """Return medians of alternating runs, so that other load affects both ways equally, and the number of runs.
 
-    Each way has ``n_runs`` runs, or fewer, but at least one, if another would exceed ``limit_s`` seconds. Each run has
+    Each way has ``n_runs`` runs; fewer, but at least one, if another run would exceed ``limit_s`` seconds. Each run has
     a new engine, which is warmed up first, and no other engine exists at that time: OpenMP keeps threads for every
     engine thread, and all of them slow down once there are more threads than cores.
     """

@@ -1,7 +1,7 @@
 """``llamapipe doctor``: checks versions, build, devices and a model's file, and prints a fix for every problem.
 
-Code that loads native libraries runs in a child process (``run_probes``), which a library for another processor would
-kill.
+Code that loads native libraries runs in a child process (``run_probes``), because a library for another processor kills
+the process that loads it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ DESCRIPTION = (
     "is, how many requests at which context fit into the memory, and how to serve it; no weights are loaded."
 )
 _PROBE_LIMIT_S = 120
-_LOOK_S = 0.2  # at the machine's load
+_LOOK_S = 0.2  # how long the machine's load is measured
 _DRIVERS = {
     "cuda": "install NVIDIA's driver; `nvidia-smi` lists its devices",
     "vulkan": "install the Vulkan loader and the GPU's driver (on Debian: libvulkan1, mesa-vulkan-drivers); "
     "`vulkaninfo --summary` lists devices; a software device is used only with GGML_VK_VISIBLE_DEVICES=0",
 }
-# The parent's search path: a source tree in the current folder must not shadow the installed package.
+# The child gets the parent's search path: a source tree in the current folder must not shadow the installed package.
 _PROBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from llamapipe.cli.doctor import run_probes; sys.exit(run_probes(sys.argv[2:]))"
@@ -111,7 +111,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _threads() -> str:
-    """Return how many threads engines would compute with on this machine now."""
+    """Return, in words, how many threads engines would now compute with on this machine."""
     n = usable_cores()
     if n == 1:
         return "1: there is one core"
@@ -182,7 +182,7 @@ def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iter
 def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
     """Run the probes in a child process, then look at model files.
 
-    Returns the results by name, up to the first failure.
+    Return the results by name, up to the first failure.
     """
     command = [*interpreter(), "-c", _PROBE, json.dumps(sys.path), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -198,12 +198,12 @@ def _probe(files: list[str]) -> dict[str, dict[str, Any]]:
         result = json.loads(line)
         results[result["name"]] = result
     for result in results.values():
-        if "ok" not in result:  # started and did not finish
+        if "ok" not in result:  # the probe started and did not finish
             result.update(ok=False, error=trouble)
     return results or {"native module": {"ok": False, "error": trouble}}
 
 
-_ILLEGAL_INSTRUCTION = 0xC000001D  # how a process of Windows ends that ran one
+_ILLEGAL_INSTRUCTION = 0xC000001D  # the exit status on Windows after an illegal instruction
 
 
 def _ending(status: int, errors: str) -> str:

@@ -1,4 +1,4 @@
-"""``llamapipe generate``: continues one prompt as a stream, or many at once."""
+"""``llamapipe generate``: continues one prompt as a stream, or many concurrently."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 class _Counts:
     """Numbers of prompt tokens, generated tokens and failed prompts, the same as in the JSON records.
 
-    The engine's own count of prompt tokens differs: it has only the tokens that were computed.
+    The engine's own count of prompt tokens differs: it includes only the tokens that were computed.
     """
 
     prompt: int = 0
@@ -189,7 +189,7 @@ async def _all(asks: _Asks, prompts: list[str], *, as_json: bool) -> _Counts:
     """
     counts = _Counts()
     terminal = Terminal(sys.stdout)
-    # JSON escapes lose nothing where the output's encoding lacks a character, as with LC_ALL=C without UTF-8 mode.
+    # JSON escapes preserve characters that the output's encoding lacks, as with LC_ALL=C without UTF-8 mode.
     escapes = (sys.stdout.encoding or "ascii").lower() != "utf-8"
     tasks = [asyncio.create_task(asks.whole(prompt)) for prompt in prompts]
     try:

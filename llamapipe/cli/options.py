@@ -1,4 +1,4 @@
-"""Options that several commands share: for ``Model``, ``Engine`` and ``SamplingParams``. Also opens models and engines.
+"""Adds and reads the options of ``Model``, ``Engine`` and ``SamplingParams`` for all commands, and opens both objects.
 
 Options have the names of the arguments, with dashes instead of underscores.
 """
@@ -113,7 +113,7 @@ def model_path(text: str) -> Path:
             raise argparse.ArgumentTypeError(str(e)) from None
     try:
         if model_of(text) is not None:
-            return Path(text)  # the model keeps the name
+            return Path(text)  # the model keeps this name
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
     path = path_of(text)
@@ -125,7 +125,7 @@ def model_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text} is an address, not a file; write {name}")
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is an address; download the file and give its path")
-    if path.name == text and path.suffix != ".gguf":  # as a name in Ollama's library
+    if path.name == text and path.suffix != ".gguf":  # could be a name in Ollama's library
         raise lp.errors.ModelLoadError(
             f"{text} does not exist; Ollama has a model of this name: write {OLLAMA}{text}"
             if text in short_names()
@@ -136,7 +136,7 @@ def model_path(text: str) -> Path:
 
 
 def template_file(text: str) -> str:
-    """Return the file that ``--chat-template`` names, or Jinja source. Raises ArgumentTypeError if it is neither."""
+    """Return the value of ``--chat-template``: a file or Jinja source. Raises ArgumentTypeError if it is neither."""
     if "{" not in text and "\n" not in text and not path_of(text).is_file():
         raise argparse.ArgumentTypeError(
             f"there is no file {text}; give a Jinja file (llama.cpp's names of templates are unknown here)"
@@ -192,7 +192,7 @@ def _reciprocal(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0") from None
 
 
-# How the text of an option is read, by its kind, or by its name.
+# The functions that read an option's text, by the option's kind or by its name.
 _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.INT: int,
     Kind.SIZE: byte_count,
@@ -230,7 +230,7 @@ def reader_of(option: Option) -> Callable[[str], Any]:
 
 
 def _from_table(option: SamplingOption) -> Option:
-    """Make a command's option from an option of ``SamplingParams``."""
+    """Convert an option of ``SamplingParams`` to an option of a command."""
     row = Option(option.kind, option.name, metavar=option.metavar, aliases=option.flags)
     repeats = option.kind in _REPEATED or option.name == "choice"
     note = " (repeatable)" if repeats else "; @FILE reads a file" if reader_of(row) is text_or_file else ""
@@ -279,7 +279,7 @@ def add_options(
 def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults: Mapping[str, Any]) -> None:
     """Add ``options`` to a group of the help."""
     for option in options:
-        # An option that was not given leaves no attribute, so that the library's own default holds.
+        # An option that was not given leaves no attribute, so the library's own default applies.
         add = partial(group.add_argument, *option.flags, dest=option.name, default=argparse.SUPPRESS)
         if option.kind is Kind.FLAG:
             add(action="store_false" if option.is_off else "store_true", help=option.help)
@@ -297,7 +297,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``Engine`` and of ``Model``."""
     add_options(parser, "engine", ENGINE, defaults_of(lp.Engine) | defaults_of(lp.EngineTuning))
     add_options(parser, "model", MODEL, defaults_of(lp.Model))
-    # llama.cpp's other words for two of them.
+    # llama.cpp's other flags for two of the options.
     parser.add_argument(
         "--cpu-moe",
         "-cmoe",
@@ -339,7 +339,7 @@ def read_options(args: argparse.Namespace, options: list[Option]) -> dict[str, A
     return values
 
 
-# ---- opening what they describe
+# ---- opening models and engines
 _QUICK_LOAD_S = 1.0  # shorter loads show no progress
 
 
@@ -423,7 +423,7 @@ def load_adapters(model: lp.Model, args: argparse.Namespace) -> list[lp.Adapter 
 
 
 def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
-    """Make an engine. An ``n_ctx`` of 0 means the model's context. Raises UsageError for wrong options."""
+    """Create an engine. An ``n_ctx`` of 0 means the model's context. Raises UsageError for wrong options."""
     if options.get("n_ctx") == 0:
         options = {**options, "n_ctx": model.n_ctx_train}
     n_cores = usable_cores()

@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     terminal = Terminal(sys.stdout)
     for model in ask(args, "/v1/models")["data"]:
-        if "root" in model and "status" in model:  # one more name of a model
+        if "root" in model and "status" in model:  # another name of a listed model
             continue
-        status = model.get("status", {"value": "loaded"})  # a server with one model does not say
+        status = model.get("status", {"value": "loaded"})  # a server with one model sends no status
         record = {
             "model": model["id"],
             "state": status["value"],
@@ -67,7 +67,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     """Request a path of the server and decode the answer. ``body``: None for GET. Raises UsageError, OSError."""
     from http.client import HTTPException, InvalidURL
-    from urllib.error import HTTPError, URLError  # large, and `serve` needs only this module's names
+    from urllib.error import HTTPError, URLError  # slow to import, and `serve` does not call this function
     from urllib.request import ProxyHandler, Request, build_opener
 
     wrong_url = UsageError(f"--url is {args.url!r}; write http://HOST:PORT")
@@ -85,7 +85,7 @@ def ask(args: argparse.Namespace, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = Request(args.url.rstrip("/") + path, data, headers)
     try:
-        directly = build_opener(ProxyHandler({}))  # not through a proxy
+        directly = build_opener(ProxyHandler({}))  # without a proxy
         with directly.open(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
     except HTTPError as error:

@@ -78,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
         args.cache.mkdir(parents=True, exist_ok=True)
     devices, names = _devices(args.device)
     address = free_port(address)
-    # Native code listens and computes. Only the system's own handler ends it at once.
+    # Native code listens and computes. Only the system's own handler ends it immediately.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stdout:
         sys.stdout.flush()
-        # ggml-rpc writes about each client to stdout.
+        # ggml-rpc writes messages about each client to stdout.
         nowhere = None if args.verbose else os.open(os.devnull, os.O_WRONLY)
         os.dup2(2 if nowhere is None else nowhere, 1)
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def named_model(text: str) -> Path:
-    """Read a model's name as ``model_path`` does; names of Ollama's models and addresses of the hub need no prefix."""
+    """Read a model's name as ``model_path`` does. Ollama's names and addresses of the Hub need no prefix."""
     if text in short_names() and not Path(text).exists():
         return model_path(PREFIX + text)
     return model_path(text if Path(text).exists() else hub_name(text) or text)

@@ -1,4 +1,4 @@
-"""``llamapipe stop NAME``: ends a model of a running server that has several."""
+"""``llamapipe stop NAME``: unloads a model of a running server that has several models."""
 
 from __future__ import annotations
 

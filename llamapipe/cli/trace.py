@@ -45,7 +45,7 @@ _PROMPT = "Once upon a time, there was a little"
 _ANIMALS = ("fox", "bear", "rabbit", "hen", "mouse", "owl", "frog", "cat")
 _DEPTH = for_commands(replace(BY_NAME["pipeline_depth"], metavar="N"))
 _THREADS = "n_threads"  # the prefix of the pipeline options that --rows takes
-_DRAWN = 6  # steps in the picture
+_DRAWN = 6  # default number of steps in the picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         trace, title = _read_rows(model, args) if args.rows else _generate(model, args)
         spans = trace.spans()
         last = max((span.step for span in spans), default=0)
-        first = max(last - args.steps - 2, 0)  # the steady state, without the last steps
+        first = max(last - args.steps - 2, 0)  # the steady state, without the last two steps
         title += f", {model.path.name}, {', '.join(device.name for device in model.devices)}"
         for path in outputs:
             if path.suffix == ".svg":

@@ -27,9 +27,9 @@ DESCRIPTION = """\
 Measure compute threads, the number of slots and the types of the KV cache for a model on this machine. Print the
 fastest constructor call. Run it while nothing else runs: a measurement that other work disturbed is repeated, and what
 remains disturbed is told."""
-# Less is noise, and the smaller number costs less memory or leaves cores to others.
+# The gain that a larger number must bring. Less is noise, and a smaller number saves memory or leaves cores free.
 _GAIN = 1.05
-_TRIES = 3  # of a measurement that other work disturbs
+_TRIES = 3  # maximum number of attempts if other work disturbs a measurement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def least_disturbed(measure: Callable[[], Speed]) -> Speed:
-    """Repeat a measurement, at most twice, while other work disturbs it. Return the least disturbed one."""
+    """Repeat a measurement, at most twice, while other work disturbs it. Return the least disturbed result."""
     tries = [measure()]
     while tries[-1].is_disturbed and len(tries) < _TRIES:
         tries.append(measure())
@@ -93,7 +93,7 @@ class _Tuning:
         self._options: dict[str, Any] = {"n_ctx": n_ctx}
         self._runner = LoadRunner(model)
         self._terminal = Terminal(sys.stdout)
-        self._n_other_cores = 0.0  # the most that a measurement which counts was disturbed by
+        self._n_other_cores = 0.0  # the maximum over all measurements that count
 
     def choose(self, name: str, values: Sequence[int], n: int | None = None) -> None:
         """Measure an option with ``n`` concurrent requests; None: as many as the option's value."""
@@ -124,7 +124,7 @@ class _Tuning:
             self._options |= {"type_k": "q8_0", "type_v": "q8_0"}
 
     def show(self) -> None:
-        """Print the call."""
+        """Print the constructor call with the best values."""
         terminal = self._terminal
         tuned = {name: value for name, value in self._options.items() if name not in defaults_of(lp.Engine)}
         arguments = "".join(

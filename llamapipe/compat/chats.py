@@ -1,4 +1,4 @@
-"""Runs chats with the model's template through ``Engine.chat``, or with a format that is known by name."""
+"""Runs chats through ``Engine.chat`` with the model's template, or with one of the formats known by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Messages = Sequence[Mapping[str, Any]]
 def tools_of(
     functions: Sequence[Mapping[str, Any]] | None, tools: Sequence[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]] | None:
-    """Return the tools of a call; ``functions`` is their older name."""
+    """Return the tools of a call; ``functions`` is the older form of ``tools``."""
     if functions is not None:
         return [{"type": "function", "function": function} for function in functions]
     return None if tools is None else list(tools)
 
 
 def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
-    """Return the choice of a tool; ``function_call`` is its older name. Raises ValueError with the argument's name."""
+    """Return the choice of a tool; ``function_call`` is the older form. Raises ValueError that names the argument."""
     if isinstance(function_call, Mapping):
         if not isinstance(function_call.get("name"), str):
             raise ValueError(
@@ -46,7 +46,7 @@ def choice_of(function_call: Any, tool_choice: Any, has_tools: bool) -> Any:
                 f'tool_choice is {quoted(tool_choice)}; it must be "auto", "none", "required" or '
                 '{"type": "function", "function": {"name": …}}'
             )
-    return tool_choice if has_tools else None  # as in llama-cpp-python, it means nothing without tools
+    return tool_choice if has_tools else None  # as in llama-cpp-python, a choice has no effect without tools
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
@@ -75,7 +75,7 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
 
 
 class ChatCall:
-    """One call of ``create_chat_completion``, without the form of its answer.
+    """One call of ``create_chat_completion``, independent of the form of its answer.
 
     ``named``: a format known by name; None for the model's template. Raises ValueError for the choice of an unknown
     tool, and for tools that the format or the template cannot show.
@@ -118,7 +118,7 @@ class ChatCall:
         return f"<ChatCall of {len(self._messages)} messages>"
 
     def whole(self) -> ChatCompletion:
-        """Return the answer, when it is complete."""
+        """Wait for the complete answer and return it."""
         if self._named is None:
             with _without_truncation():
                 completion = self._engine.chat(self._messages, self._params, **self._options())
@@ -144,7 +144,7 @@ class ChatCall:
         return replace(completion, choices=(forced,))
 
     def deltas(self) -> Generator[ChatDelta]:
-        """Yield the parts of the answer. Closing the iterator cancels it."""
+        """Yield the parts of the answer. Closing the iterator cancels the call."""
         if self._forced is None:
             yield from self._plain_deltas()
             return
@@ -182,7 +182,7 @@ class ChatCall:
 
 @contextmanager
 def _without_truncation() -> Iterator[None]:
-    """Leave out of an error the advice to set an option that llama-cpp-python's methods do not have."""
+    """Remove from an error's message the advice to set an option that llama-cpp-python's methods do not have."""
     try:
         yield
     except InvalidRequestError as error:

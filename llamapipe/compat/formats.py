@@ -1,8 +1,8 @@
 """The chat formats that llama-cpp-python knows by name, which write a conversation as text.
 
-Use them for models whose file has no chat template. Each is the format in which its models were trained.
-docs/coming-from/llama-cpp-python.md names the formats for which llama-cpp-python writes something else or drops the
-system message.
+Use these formats for models whose file has no chat template. Each format is the one that its models were trained with.
+docs/coming-from/llama-cpp-python.md names the formats that llama-cpp-python writes differently or without the system
+message.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llamapipe._messages import quoted
 class Format:
     """The text of a message of each role, with ``{}`` for its content, and the start of the answer.
 
-    ``default``: the system message of conversations that lack one; None if these have no system part. ``system`` is
-    None if the system message is written at the start of the first user message. ``stop``: the texts that end an
-    answer.
+    ``default``: the system message of conversations that lack one; None if such conversations have no system part.
+    ``system`` is None if the system message is written at the start of the first user message. ``stop``: the texts that
+    end an answer.
     """
 
     system: str | None
@@ -32,7 +32,7 @@ class Format:
     stop: tuple[str, ...] = ()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt. Raises ValueError for messages of other roles or without text, TypeError."""
+        """Return the prompt. Raises ValueError for messages with another role or without text, TypeError."""
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
         for i, message in enumerate(messages):
@@ -152,7 +152,7 @@ FORMATS: Final[dict[str, Format]] = {
     "llama-2": Format(None, "<s>[INST] {} [/INST]", " {} </s>", "", stop=("</s>",)),
 }
 
-# ChatML with tool calls as Hermes and Qwen models write them: the form most models that know ChatML know.
+# ChatML with tool calls as in Hermes and Qwen models, the form that most ChatML models know.
 FUNCTION_CALLING: Final = """\
 {%- if tools %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}

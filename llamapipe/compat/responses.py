@@ -1,4 +1,4 @@
-"""Turns completions and chats into the dictionaries of OpenAI's API that llama-cpp-python returns."""
+"""Converts completions and chats to the dictionaries of OpenAI's API that llama-cpp-python returns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llamapipe.text.stream import TextOffsets
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields with which all answers begin."""
+    """Return the fields that all answers begin with."""
     return {"id": f"{prefix}-{uuid.uuid4()}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(n_prompt: int, n_completion: int) -> dict[str, int]:
-    """Return the counts of tokens."""
+    """Return the ``usage`` of an answer: its counts of tokens."""
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
@@ -38,7 +38,7 @@ class LogprobWriter:
         return f"LogprobWriter({self._offsets})"
 
     def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """Return the entries of tokens. ``first``: a preceding token that has no log-probability."""
+        """Return the ``logprobs`` of tokens. ``first``: a preceding token that has no log-probability."""
         tokens: list[str] = []
         offsets: list[int] = []
         logprobs: list[float | None] = []
@@ -74,12 +74,12 @@ def completion_chunks(
 
 
 def completion_choice(text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    """Return the only choice of a completion."""
+    """Return a choice of a completion; there is only one."""
     return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": reason}
 
 
 def chat_choice(choice: ChatChoice) -> dict[str, Any]:
-    """Return the only choice of a chat."""
+    """Return a choice of a chat; there is only one."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning

@@ -15,7 +15,7 @@ else:
 
 
 class LlamaTokenizer:
-    """The tokenizer of a ``Llama``, or of a ``llamapipe.Model``. Any thread. Raises TypeError for others."""
+    """The tokenizer of a ``Llama``, or of a ``llamapipe.Model``. Any thread. Raises TypeError for other objects."""
 
     def __init__(self, llama: LlamaBase | Model) -> None:
         model = getattr(llama, "lp_model", llama)
@@ -40,7 +40,7 @@ class LlamaTokenizer:
         del prev_tokens
         piece = self._vocab.written_piece if special else self._vocab.piece
         text = b"".join(piece(token) for token in tokens)
-        # Vocabularies of SentencePiece begin a text with a space.
+        # SentencePiece vocabularies begin a text with a space.
         return text[1:] if len(tokens) and tokens[0] == self._vocab.bos and text[:1] == b" " else text
 
     def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
@@ -53,7 +53,7 @@ class LlamaTokenizer:
 
 
 class PromptMaker:
-    """Makes the tokens of a prompt. Special tokens are parsed. With a suffix, the model fills the gap before it.
+    """Makes the tokens of a prompt, parsing special tokens. With a suffix, the model fills the gap before it.
 
     ``spm_infill``: the suffix is written before the prefix.
     """
@@ -67,7 +67,7 @@ class PromptMaker:
 
     def tokens(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
         """Return the tokens; a prompt of tokens is returned unchanged. Raises TypeError and ValueError."""
-        if isinstance(prompt, (bytes, bytearray)):  # would count as token ids
+        if isinstance(prompt, (bytes, bytearray)):  # bytes would count as token ids
             raise TypeError("prompt must be a str or a list of token ids, not bytes: write prompt.decode()")
         if not isinstance(prompt, Iterable):
             raise TypeError(f"prompt must be a str or a list of token ids, not {type(prompt).__name__}")

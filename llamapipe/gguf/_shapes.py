@@ -39,7 +39,7 @@ class Keys:
     architecture: str
 
     def name(self, key: str) -> str:
-        """Return the full key, with the architecture's name."""
+        """Return the full key, including the architecture's name."""
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, kind: int) -> int | None:
@@ -92,8 +92,9 @@ _OTHER_SHAPES: Final = (
     "kda.head_dim",
     "ssm.state_size",
 )
-# The architectures whose states ggml updates in heads of `wkv.head_size` values, and of what that must be a multiple:
-# the kernel of RWKV 7 takes steps of up to 64 values (GGML_F32_STEP with AVX-512) and would read and write past a head.
+# Architectures whose states ggml updates in heads of `wkv.head_size` values, and the number that the size must be a
+# multiple of. The RWKV 7 kernel takes steps of up to 64 values (GGML_F32_STEP with AVX-512) and could read and write
+# past a head.
 _WKV: Final = {"rwkv6": 1, "rwkv6qwen2": 1, "rwkv7": 64, "arwkv7": 64}
 # Architectures whose graph asserts that rotary positions cover the whole head (llama.cpp's src/models).
 _WHOLE_HEADS: Final = frozenset(
@@ -120,7 +121,7 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
             f"layer {i} has {heads[i]} attention heads, not a multiple of its {groups[i]} key-value heads"
         )
     if not heads[0]:
-        return  # llama.cpp takes the sizes of heads from the first layer
+        return  # llama.cpp takes the head sizes from the first layer
     n_key = keys.integer("attention.key_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     n_value = keys.integer("attention.value_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     sizes = {(n_key, n_value)}
@@ -249,18 +250,18 @@ def check_shapes(head: Head) -> Shapes:
 
 
 def _sections(keys: Keys) -> npt.NDArray[np.int64]:
-    """Return how many values each kind of position rotates; empty if the file does not say."""
+    """Return how many values each kind of position rotates; an empty array if the file does not say."""
     entry = keys.entries.get(keys.name("rope.dimension_sections"))
     value = None if entry is None else entry.value
     if isinstance(value, int):
-        return np.full(4, min(value, MAX_U32), np.int64)  # llama.cpp takes one number for all of them
+        return np.full(4, min(value, MAX_U32), np.int64)  # llama.cpp uses a single number for all four kinds
     return (value.data if isinstance(value, Array) else np.empty(0)).astype(np.int64)
 
 
 def _check_experts(keys: Keys, head: Head, n_layer: int) -> None:
     n_expert = keys.integer("expert_count", 0, _MAX_EXPERTS)
     if n_expert <= 1 and keys.architecture in ("hunyuan-dense", "hunyuan_vl"):
-        return  # llama.cpp treats one expert of these architectures as none
+        return  # llama.cpp treats one expert as none in these architectures
     keys.integer("expert_gating_func", 0, _GATINGS)
     per_layer = keys.per_layer("expert_used_count", n_layer)
     n_used = 0 if per_layer is None else int(per_layer.max())

@@ -1,8 +1,8 @@
 """Checks that the GGUF files of LoRAs and control vectors are valid and fit their model, before llama.cpp gets them.
 
-llama.cpp skips tensors of norms without an error, compares only two sizes of a pair with the model's, and ends the
-process if keys have the wrong type. A pair that passes this check can be multiplied with every row of the model.
-llama.cpp does not read files of control vectors: it takes an array.
+llama.cpp skips norm tensors without an error, compares only two sizes of a pair with the model's, and ends the process
+if keys have the wrong type. A pair that passes the checks here can be multiplied with the model's matrix. llama.cpp
+does not read control vector files: it takes an array.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PLAIN_TYPES: Final = ("F32", "F16", "BF16")
 MOST_NAME: Final = 256
 _EMBEDDING: Final = "token_embd.weight"
 _DIRECTION: Final = re.compile(r"direction\.([1-9]\d{0,5})")
-# Graphs compute with these directly, so llama.cpp would silently ignore a pair for them: vectors in rows, small
-# matrices of recurrent layers, and those of latent attention. tests/llama/test_adapter_models.py finds such.
+# Graphs compute with these tensors directly, so llama.cpp would silently ignore a pair for them: vectors in rows, and
+# small matrices of recurrent layers and of latent attention. tests/llama/test_adapter_models.py finds such tensors.
 _IGNORED: Final = re.compile(
     r"^(?!.*\.weight$)|(?:^|\.)(?:ssm_(?:conv1d|beta|[fg]_[ab]|g)|shortconv\.conv|time_mix_(?:first|lerp|decay|[wavg][12])"
     r"|attn_(?:q_[ab]|kv_a_mqa|[kv]_b|kv_b)\b|indexer|altup|per_layer_(?:model_proj|token_embd)|position_embd|token_types"
@@ -47,15 +47,16 @@ _LATENT_IN: Final = frozenset({"deepseek2", "deepseek2-ocr", "deepseek32", "glm-
 _IN_PART: Final = frozenset(
     "bailingmoe3 deepseek4 dots3note glm5-next granite-switch hy_v4 kimi-k3 kimi-linear".split()
 )
-# In the graphs of these each row of a product with an adapter is one entry of the batch, in its order, or one output.
-# tests/llama/test_row_adapters.py tests each; the sets of others take turns. So do those of recurrent and hybrid
-# models, whose ubatches have equally long parts of sequences, and adapters of experts, whose rows are those of one.
+# In the graphs of these architectures, each row of a product with an adapter belongs to one batch entry, in batch
+# order, or to one output; tests/llama/test_row_adapters.py tests each. With all others, adapter sets take turns. So do
+# adapters of recurrent and hybrid models, whose ubatches have equally long parts of sequences, and adapters of experts,
+# whose products only have one expert's rows.
 ROWS_ARE_TOKENS: Final = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "olmo2", "phi2", "glm4", "starcoder2",
      "mistral3", "smollm3", "internlm2", "deci", "falcon", "gemma4", "gpt-oss", "qwen2moe", "qwen3moe", "glm4moe",
      "granitemoe"}
 )  # fmt: skip
-# Their graphs have no place for a control vector, and llama.cpp would silently ignore one.
+# Architectures whose graphs have no place for a control vector: llama.cpp would silently ignore it.
 _UNSTEERED: Final = frozenset(
     {"bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
      "t5encoder", "plamo2", "hy_v4", "gemma4-assistant", "eagle3", "dflash"}
@@ -66,10 +67,11 @@ _UNSTEERED: Final = frozenset(
 class AdapterInfo:
     """The facts in a checked adapter file.
 
-    ``name``: ``general.name`` or the file's name, cut after 256 characters. ``alpha``: 0 if the file has none; products
-    are then not scaled by it. ``invocation``: the tokens that activate the adapter; empty unless it is an activated
-    LoRA. ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: the matrices that it changes, if the
-    rows of a step can have different adapters of this kind; else empty. ``digest``: a hash of the whole file, 16 bytes.
+    ``name``: ``general.name`` or the file's name, cut after 256 characters. ``alpha``: the file's alpha; 0 if it has
+    none, and products are then not scaled by alpha. ``invocation``: the tokens that activate the adapter; empty unless
+    it is an activated LoRA. ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: the matrices that
+    it changes, if the rows of a step can have different adapters of this kind; else empty. ``digest``: a hash of the
+    whole file, 16 bytes.
     """
 
     path: Path
@@ -90,8 +92,8 @@ class ControlInfo:
     """The facts in a checked control vector, and its values.
 
     ``directions``: float32 (n_layer - 1, n_embd), the vectors that are added after each layer from the second onward;
-    zeros where the file has none. ``layers``: the first and the last layer with a direction. ``name``, ``digest``: as
-    in ``AdapterInfo``.
+    zeros for layers without a direction in the file. ``layers``: the first and the last layer with a direction.
+    ``name``, ``digest``: as in ``AdapterInfo``.
     """
 
     path: Path
@@ -138,7 +140,7 @@ def check_adapter(
 
 
 def _check_keys(head: Head, architecture: str) -> float:
-    """Check the metadata; returns alpha."""
+    """Check the metadata. Return alpha."""
     entries = head.entries
     kind = text(entries, "general.type")
     if kind != "adapter":
@@ -275,7 +277,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
 
 
 def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Check each pair of tensors against the model's matrix; returns their ranks."""
+    """Check each pair of tensors against the model's matrix. Return the pairs' ranks."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for tensor in head.tensors:
         name, half = tensor.name[:-7], tensor.name[-7:]
@@ -315,7 +317,7 @@ def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -
 
 
 def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[str, Tensor]) -> int:
-    """Check one pair; returns its rank. In ``dims``, the number of columns comes first."""
+    """Check one pair. Return its rank. In ``dims``, the number of columns comes first."""
     if len(base.dims) < 2:
         raise Damage(f"it changes {name!r}, which is a vector of this model and not a matrix")
     if type_name(base) == "NVFP4":

@@ -1,9 +1,9 @@
 """Checks a GGUF file before llama.cpp loads it.
 
-llama.cpp refuses most damaged files with an error. On some, it aborts, crashes or loops forever, and the process is
+llama.cpp refuses most damaged files with an error. On others, it aborts, crashes or loops forever, and the process is
 lost. Everything before the tensor data is checked here; damage inside tensor data cannot be detected. Architectures and
-tensor types that this version does not know are left to llama.cpp. For rare architectures, llama.cpp may assert more
-about their own keys than this check knows.
+tensor types that this version does not know are left to llama.cpp. For rare architectures, llama.cpp may make
+assertions about keys that this check does not know.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ _ALIGNMENT: Final = 32
 _F32: Final = 0
 # Types that no kernel accepts as weights: intermediate formats, integers and doubles.
 _NOT_WEIGHTS: Final = frozenset({9, 15, 24, 25, 26, 27, 28})
-# Tables of ids; these may be integers.
+# Tables of ids, which may be integers.
 _TABLES: Final = re.compile(r"\bd2t\b|tid2eid|_ordering")
-# Kernels add, multiply or read these element by element as F32 only, whatever their rank. So they do with all vectors.
+# Kernels process these tensors element by element and only as F32, whatever their rank. The same is true of all
+# vectors.
 _F32_ONLY: Final = re.compile(
     r"norm\d?\.weight$|rope_f|\.(?:bias|scale)$|\.ssm_[ad]$|\.ssm_conv1d|\.shortconv\.conv|\.time_mix_(?:first|lerp|decay\.)"
 )
@@ -172,7 +173,7 @@ class Stamp:
         return cls(path, status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """Return what has happened to the file since then; None if it is the same."""
+        """Return how the file has changed since the stamp was made; None if it has not."""
         try:
             now = Stamp.of(self.path, self.path.stat())
         except OSError as error:
@@ -196,11 +197,12 @@ class GgufInfo(Shapes):
 
     ``n_entries`` counts metadata entries, ``n_parts`` the files of a split model. ``tokenizer`` is None without a
     vocabulary. ``is_vocab_only`` is True for a file without tensors, ``is_causal`` False for models whose tokens attend
-    to later ones, such as encoders. ``metadata``: single values and arrays of numbers by key, without the vocabulary's.
-    ``has_rank_head``: the model has the output layer of a reranker. ``n_rot``: the number of a head's values that
-    positions rotate, None if the file leaves it to llama.cpp. ``has_rope_sections``: the file says how several kinds of
-    positions share these values. ``n_layer``, ``n_embd`` and ``n_ctx_train`` are 0 if a vocabulary-only file omits
-    them. ``tensors``: the tensors of all files. ``size_bytes`` is the size of all files, ``stamps`` their identities.
+    to later ones, such as encoders. ``metadata``: single values and arrays of numbers by key, without the keys of the
+    vocabulary. ``has_rank_head``: the model has the output layer of a reranker. ``n_rot``: the number of a head's
+    values that positions rotate, None if the file leaves it to llama.cpp. ``has_rope_sections``: the file says how
+    several kinds of positions share a head's values. ``n_layer``, ``n_embd`` and ``n_ctx_train`` are 0 if a
+    vocabulary-only file omits them. ``tensors``: the tensors of all files. ``size_bytes`` is the size of all files,
+    ``stamps`` their identities.
     """
 
     path: Path
@@ -218,7 +220,7 @@ class GgufInfo(Shapes):
     stamps: tuple[Stamp, ...]
 
     def change(self) -> str | None:
-        """Return what has happened to the files since the check; None if they are the same."""
+        """Return how the files have changed since the check; None if they have not."""
         return next((change for stamp in self.stamps if (change := stamp.change())), None)
 
 
@@ -237,7 +239,8 @@ def check_gguf(
     head = first.head
     with naming(file):
         head.entries.update(overridden(head.entries, overrides or {}))
-        # First, because a later part of a split model has no architecture, which would be the wrong complaint.
+        # This check is first: a later part of a split model has no architecture, but the message must not complain of
+        # that.
         n_tensors, parts = _parts(file, head)
         shapes = check_shapes(head)
         tokenizer, n_vocab = check_vocabulary(head)
@@ -266,8 +269,8 @@ def check_gguf(
 def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
     """Return the entries that replace a file's, with the types of the file's entries.
 
-    ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value of another type than the file's, which
-    llama.cpp would ignore.
+    ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value whose type is not the file's; llama.cpp
+    would ignore it.
     """
     replacements = {}
     for key, value in overrides.items():
@@ -279,7 +282,7 @@ def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | floa
         if kind in _PYTHON_TYPES:
             fits = isinstance(stored, _PYTHON_TYPES[kind])
         else:
-            low, high = INTEGER_RANGES.get(kind, (1, 0))  # an array has none
+            low, high = INTEGER_RANGES.get(kind, (1, 0))  # arrays have no range: nothing fits
             fits = type(stored) is int and low <= stored <= high
         if not fits:
             raise Damage(f"kv_overrides has {value!r} for {key}, which is of type {TYPE_NAMES[kind]}")
@@ -313,7 +316,7 @@ def _metadata(head: Head) -> dict[str, Any]:
 
 
 def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
-    """Map a file and parse its head. ``converter``: named if it is safetensors. Raises ModelLoadError."""
+    """Map a file and parse its head. ``converter``: script to name for safetensors files. Raises ModelLoadError."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -326,7 +329,7 @@ def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
                 raise ModelLoadError(f"{path} is empty; download or convert it again")
             if first[:4] != b"GGUF":
                 raise ModelLoadError(_stranger(path, first).replace(_CONVERTER, converter))
-            status = os.fstat(file.fileno())  # of the file that is open, which may be another one by now
+            status = os.fstat(file.fileno())  # of the open file: the path may name another file by now
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise ModelLoadError(_missing(path)) from None
@@ -340,7 +343,7 @@ def open_gguf(path: Path, converter: str = _CONVERTER) -> OpenFile:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise Damage as a ModelLoadError that names the file."""
+    """Turn a Damage raised in the block into a ModelLoadError that names the file."""
     try:
         yield
     except Damage as damage:
@@ -423,7 +426,7 @@ def _split_value(head: Head, key: str) -> int | None:
 
 
 def head_texts(path: Path) -> dict[str, str]:
-    """Return the single values of a checked file's metadata as texts, as in ``Model.metadata``.
+    """Return the single values of a checked file's metadata as text, by key, as in ``Model.metadata``.
 
     Raises ModelLoadError.
     """

@@ -2,8 +2,8 @@
 
 Open this file when a draft's kind is misidentified, or when a draft is refused although it fits its model.
 
-A small model of the same family drafts on its own. Drafts of the other kinds read values that the target model
-computes. Each belongs to one model, whose widths, layers and vocabulary the file names.
+A small model of the same family drafts without the target model. Drafts of all other kinds read values that the target
+model computes. Such a draft belongs to one model, and its file names that model's widths, layers and vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
 ASSISTANT = "gemma4-assistant"
-# By the architecture in the file: how a draft is called that reads what the model computes in a step.
+# Names of the drafts that read values which the target model computes in a step, by the file's architecture.
 DRAFT_KINDS = {
     "eagle3": "an EAGLE-3 draft",
     "dflash": "a DFlash draft",
     ASSISTANT: "a Gemma 4 assistant",
 }
-# Architectures of llama.cpp whose graphs give out the inputs of layers, and with which such drafts were tried. Another
-# one that is asked for them ends the process.
+# Architectures whose graphs in llama.cpp can output the inputs of layers, and which were tested with such drafts.
+# llama.cpp ends the process if another architecture is asked for these inputs.
 LAYER_INPUT_TARGETS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4", "gpt-oss", "lfm2")
-# Architectures whose MTP layers were tried in llama.cpp's graphs. Some take several layers, of which the first drafts.
+# Architectures whose MTP layers were tested in llama.cpp. Some have several MTP layers; only the first one drafts.
 MTP_ARCHITECTURES = (
     "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "glm4moe", "glm-dsa", "glm5-next", "deepseek2", "deepseek32",
     "nemotron_h_moe", "cohere2moe", "bailingmoe3", "hy_v3", "mimo2", "step35",
@@ -38,9 +38,9 @@ MTP_ARCHITECTURES = (
 _WITH_SEVERAL = ("hy_v3", "mimo2", "step35")
 _I64 = 27
 _N_INPUTS = 3  # layers of the model that an EAGLE-3 draft reads
-# Tokens of a DFlash block: llama.cpp's default; more than any draft was trained with.
+# Tokens of a DFlash block: llama.cpp's default; a limit that is higher than any known draft's block.
 _BLOCK_SIZE, _MOST_BLOCK = 16, 64
-_MARKOV, _SELECTOR = "markov_w1.weight", "selector_hidden.weight"  # of DSpark, of DFlash 2
+_MARKOV, _SELECTOR = "markov_w1.weight", "selector_hidden.weight"  # only in DSpark, only in DFlash 2
 
 
 def target_layers(metadata: Mapping[str, Any]) -> list[int]:
@@ -81,9 +81,9 @@ def mtp_problem(
 ) -> str:
     """Return why a model's MTP layers cannot draft, in words that follow the file's name; empty if they can.
 
-    ``metadata``, ``tensors``: of the file; of tensors, the names. ``n_layer``: the number of layers without the MTP
-    layers. llama.cpp loads a file that lacks their tensors, and ends the process when such a layer is computed. Any
-    thread.
+    ``metadata``: the file's metadata; ``tensors``: the names of its tensors. ``n_layer``: the number of layers without
+    the MTP layers. llama.cpp loads a file that lacks the MTP layers' tensors, and ends the process when it computes
+    such a layer. Any thread.
     """
     architecture = metadata.get("general.architecture")
     if not n_mtp_layers:
@@ -100,10 +100,10 @@ def mtp_problem(
 
 
 def last_states_problem(metadata: Mapping[str, Any], n_embd: int) -> str:
-    """Return why a model of this width gives out no last hidden states, in the same form; empty if it does."""
+    """Return why a model of this width cannot output its last hidden states, in the same form; empty if it can."""
     key = f"{metadata.get('general.architecture')}.embedding_length_out"
     n = metadata.get(key, n_embd)
-    if n not in (0, n_embd):  # llama.cpp would read as many of each state
+    if n not in (0, n_embd):  # llama.cpp would read this many values of each state
         return f"has hidden states of {n_embd} numbers, and {key} in its metadata is {n}"
     return ""
 
@@ -112,7 +112,7 @@ def assistant_problem(draft: GgufInfo, target: Mapping[str, Any], n_embd: int, n
     """Return why a Gemma 4 assistant does not fit a model; empty if it does. Any thread.
 
     ``target``: the metadata of the model, with arrays; ``n_embd``, ``n_vocab``: its sizes. The assistant's layers read
-    the cells of the model's last two layers, of which the last one sees everything and the other has a window.
+    the cells of the model's last two layers, of which the last one sees all tokens and the other has a sliding window.
     llama.cpp compares no sizes: it would read other memory, or end the process.
     """
     architecture = str(target.get("general.architecture", ""))
@@ -162,7 +162,7 @@ class _Sizes:
         self._metadata, self._architecture = metadata, architecture
 
     def size(self, key: str) -> int | None:
-        """Return a number; None if there is none."""
+        """Return an integer; None if the file does not have the key."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -187,9 +187,9 @@ class _Sizes:
 class Blocks(NamedTuple):
     """The layout of the blocks in which a DFlash draft computes several tokens at once.
 
-    ``n_most``: the maximum number of drafted tokens. ``first``: the entry that predicts the first of them. It is 1 if
-    entry 0, the request's last token, predicts none. ``mask``: the token of the other entries. ``is_causal``: an entry
-    attends only to those before it. ``is_even``: all blocks of a decode have the same length.
+    ``n_most``: the maximum number of drafted tokens. ``first``: the entry that predicts the first drafted token. It is
+    1 if entry 0, the request's last token, predicts none. ``mask``: the token of the other entries. ``is_causal``: an
+    entry attends only to those before it. ``is_even``: all blocks of a decode have the same length.
     """
 
     n_most: int
@@ -204,8 +204,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(metadata: Mapping[str, Any], tensors: Collection[str]) -> Blocks:
-    """Return the blocks of a DFlash file with these tensors, for which ``dflash_problem`` found no problem."""
-    # DSpark: a part that makes each token depend on the one before it.
+    """Return the block layout of a DFlash file for which ``dflash_problem`` reported no problem."""
+    # DSpark adds a part that makes each token depend on the previous token.
     is_dspark = _MARKOV in tensors
     first = 0 if is_dspark and metadata.get("dflash.sample_from_anchor", True) else 1
     size = metadata.get("dflash.block_size", _BLOCK_SIZE)
@@ -230,7 +230,7 @@ def dflash_problem(draft: GgufInfo, architecture: str, n_layer: int, n_embd: int
 
 
 def blocks_problem(draft: GgufInfo) -> str:
-    """Return why a DFlash or DSpark file drafts for no model; empty if it may. Any thread."""
+    """Return why a DFlash or DSpark file cannot draft for any model; empty if it can. Any thread."""
     metadata, names = draft.metadata, {tensor.name for tensor in draft.tensors}
     if _SELECTOR in names:
         return f"it is a DFlash 2 draft ({_SELECTOR}), and llamapipe drafts with DFlash and DSpark"

@@ -1,7 +1,7 @@
 """Checks a projector's file (``mmproj``) before libmtmd reads it.
 
 libmtmd asserts its assumptions, some of them only while it computes an image, on threads that cannot report an error.
-So types, places and sizes are checked here, as for models, and so are the numbers by which its graphs divide.
+This module checks types, places and sizes, as for models, and the numbers by which libmtmd's graphs divide.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from llamapipe.gguf.names import read_name, split_quantization
 from llamapipe.gguf.reader import BOOL, STRING, U32, Damage, Head
 from llamapipe.ollama_models import names_of
 
-# Kinds that need more of a prompt than rows in the place of tokens: their layout depends on what precedes them.
+# Projectors that need more than rows in place of tokens: their layout depends on the prompt before the image.
 _UNSUPPORTED: Final = frozenset({"deepseek4v", "hunyuanvl", "hunyuanocr", "cogvlm", "qwen3tts", "pockettts"})
 _BLOCK: Final = re.compile(r"([va])\.blk\.(\d+)\.(.+)\.(weight|bias)")
-_MOST: Final = 2**20  # of any size
-_MOST_PIXELS: Final = 2**31 - 1  # of an image that is resized for libmtmd
+_MOST: Final = 2**20  # limit of all sizes
+_MOST_PIXELS: Final = 2**31 - 1  # limit for an image that is resized for libmtmd
 
 
 class _Resized(NamedTuple):
@@ -103,7 +103,7 @@ class ImageTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class MmprojInfo:
-    """The facts in a checked file. ``projectors``: libmtmd's names of their kinds, such as ``"gemma3"``.
+    """The facts in a checked file. ``projectors``: libmtmd's names of the projectors' kinds, such as ``"gemma3"``.
 
     ``sees``, ``hears``: whether it has an encoder for images, for sounds. ``widths``: the lengths of the rows that each
     encoder makes, according to the file. ``title``: the title of the model that it was made from, or an empty text.
@@ -148,9 +148,9 @@ def mmproj_beside(model: Path, n_embd: int, title: Callable[[], str]) -> list[Mm
     """Return the projectors in a model's folder that belong to it.
 
     ``n_embd``, ``title``: the model's width and name. A projector whose rows have another width belongs to another
-    model. In a folder with several models, the name must agree too, either the one in the file or the file's own,
-    because a text model often has the same width as a model that takes images. In Ollama's store, the manifests say
-    which projector a model has.
+    model. A text model often has the same width as a model that takes images. In a folder with several models, the name
+    in the file's metadata or the file's own name must therefore agree, too. In Ollama's store, the manifests say which
+    projector a model has.
     """
     stored = {named.texts["projector"] for named in names_of(model) if "projector" in named.texts}
     if stored:
@@ -183,7 +183,7 @@ def _fitting(path: Path, n_embd: int) -> MmprojInfo | None:
 def _plain(name: str) -> str:
     """Return the model's name in a file name, without the part number, the role and the types of weights."""
     stem, quantization = split_quantization(read_name(name.lower()).stem)
-    while quantization is not None:  # that of the projector may follow that of the model
+    while quantization is not None:  # the projector's quantization may follow the model's
         stem, quantization = split_quantization(stem)
     return _letters(stem.replace("mmproj", ""))
 
@@ -206,7 +206,7 @@ def _value(head: Head, key: str, kind: int) -> Any:
 
 
 def _checked(head: Head) -> tuple[list[str], tuple[str, ...]]:
-    """Return the modalities, and the kinds of their projectors."""
+    """Check the metadata and tensors. Return the modalities, and the kinds of their projectors. Raises Damage."""
     architecture = _text(head, "general.architecture")
     if architecture != "clip":
         raise Damage(

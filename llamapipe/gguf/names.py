@@ -1,6 +1,6 @@
 """Reads the name of a GGUF file: the model, the number of the file's part, and the quantization.
 
-Open this file to recognise another naming scheme.
+Open this file to support another naming scheme.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _QUANTIZATION = re.compile(r"[-._]((?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|b?f16|f3
 
 
 class FileName(NamedTuple):
-    """``stem``: the model, including the folder. ``part``: from 1. ``n_parts``: 0 if the name has no numbers."""
+    """``stem``: the model, including its folder. ``part``: counts from 1. ``n_parts``: 0 if the name has no numbers."""
 
     stem: str
     part: int
@@ -29,7 +29,7 @@ def read_name(name: str) -> FileName:
 
 
 def part_name(stem: str, part: int, n_parts: int) -> str:
-    """Return the name of a part of a model, from 1."""
+    """Return the file name of a part of a model; ``part`` is counted from 1."""
     return f"{stem}-{part:05}-of-{n_parts:05}.gguf"
 
 

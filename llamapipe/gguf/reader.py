@@ -97,7 +97,7 @@ class Head:
         starts = (array.starts - first).tolist()
         ends = (array.starts + array.lengths - first).tolist()
         strings = [region[start:end] for start, end in zip(starts, ends, strict=True)]
-        # The region holds the lengths of all strings but the first; their zero bytes do not count.
+        # The region also holds the lengths of all strings but the first. Zero bytes of lengths do not count.
         n_zero = 8 * (array.count - 1) - sum(
             int(np.count_nonzero(array.lengths[1:] >> shift & 0xFF)) for shift in range(0, 32, 8)
         )
@@ -211,9 +211,9 @@ class _Parser:
         """Return starts and lengths of ``count`` strings; each is a u64 length followed by that many bytes.
 
         The start of a string is known only after the previous one has been read, and in Python this is slow for half a
-        million strings. So candidates are found all at once, because a length below 65,536 ends in six zero bytes,
-        which text hardly ever contains. They are kept as far as they form an unbroken chain; all other strings are read
-        one by one.
+        million strings. So all candidates are located together: a length below 65,536 ends in six zero bytes, which
+        text hardly ever contains. Candidates are kept as long as they form an unbroken chain; all other strings are
+        read one by one.
         """
         if count * 8 > self._size - self._pos:
             raise Damage(
@@ -234,8 +234,8 @@ class _Parser:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def _chain(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """Return starts and lengths of up to ``most`` strings from here that certainly follow each other, or None."""
-        # Words of four bytes from the aligned place at or before here; strings are rarely longer than 40 bytes.
+        """Return starts and lengths of up to ``most`` next strings that certainly follow each other, or None."""
+        # Words of four bytes from the last aligned position; strings are rarely longer than 40 bytes.
         base = self._pos & ~3
         n_words = min(_SCAN_BYTES, 48 * most + 64, self._size - base) // 4
         words = np.frombuffer(self._buffer, "<u4", n_words, base)
@@ -314,7 +314,7 @@ def first_texts(path: Path) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             return texts
         with path.open("rb") as file:
             data = file.read(_FIRST_BYTES)
@@ -326,7 +326,7 @@ def first_texts(path: Path) -> dict[str, str]:
             kind = _U32.unpack_from(data, at)[0]
             at += 4
             if kind != STRING:
-                at += _SCALARS[kind].size  # of an array: KeyError
+                at += _SCALARS[kind].size  # raises KeyError for an array
                 continue
             n = _U64.unpack_from(data, at)[0]
             texts[key.decode(errors="replace")] = data[at + 8 : at + 8 + n].decode(errors="replace")

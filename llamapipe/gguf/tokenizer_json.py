@@ -2,8 +2,8 @@
 
 Programs that tokenize themselves, such as the frontend of NVIDIA Dynamo, read that format. The tokens of a text are the
 same as in llama.cpp with special tokens parsed; a vocabulary that the format cannot express exactly is refused. This
-module does not call llama.cpp: the caller passes the facts that llama.cpp decides at load time, such as which tokens
-are special.
+module does not call llama.cpp. The caller passes facts that llama.cpp determines when it loads a model, such as which
+tokens are special.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamapipe.gguf.reader import Array, Head, parse_head
 
 
 class PreTokenizer(NamedTuple):
-    """``patterns``: applied in this order. ``whole_words``: a word that is a piece is kept whole, without merges."""
+    """``patterns``: applied in this order. ``whole_words``: a word that equals a piece becomes one token."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -189,7 +189,7 @@ def _merges_by_score(head: Head, pieces: list[str], added: Sequence[SpecialToken
 
     Merges into the pieces with the best scores come first. Merges with equal scores are refused: llama.cpp applies them
     from left to right, ``tokenizers`` in the order of this list. Among the pairs that form the same piece, pairs with
-    the longer left half come first; where two of them overlap in a text, this is the order from left to right.
+    the longer left half come first: if two such pairs overlap in a text, this is the order from left to right.
 
     Pieces with characters that are not pieces are also refused, unless they are special tokens: llama.cpp merges such
     characters, ``tokenizers`` splits them into bytes.

@@ -1,4 +1,4 @@
-"""Batch jobs: records in, results out, each record exactly once, no matter how often the job is stopped.
+"""Runs batch jobs: each record gets exactly one result, no matter how often the job is stopped.
 
-A bounded number of records keeps the engine full. A file of results holds whole lines and shows which records are left.
+A bounded number of records is in flight. The results file holds only whole lines and shows which records are left.
 """

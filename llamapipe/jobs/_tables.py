@@ -12,25 +12,25 @@ from typing import Any, Final
 
 _ROWS_AT_ONCE: Final = 1024
 _NUMBERS: Final = ("index", "seed", "n_prompt_tokens", "n_completion_tokens", "status_code")
-# The columns of a table of results, in their order. Other columns are those that the job kept, after `custom_id`.
-# Values that are not texts or numbers are written as JSON.
+# The columns of a results table, in order. Columns that the job keeps follow `custom_id`. Values that are not texts or
+# numbers are written as JSON.
 _COLUMNS: Final = (
     "index", "id", "custom_id", "text", "texts", "reasoning", "tool_calls", "logprobs", "finish_reason", "seed",
     "n_prompt_tokens", "n_completion_tokens", "status_code", "response", "error",
 )  # fmt: skip
-_N_NAMES: Final = 3  # of them name the record
-_PLAIN: Final = (str, int, float)  # bools, too
+_N_NAMES: Final = 3  # the first columns, which name the record
+_PLAIN: Final = (str, int, float)  # includes bools
 _EXACT: Final = 2**53  # a float holds all integers up to this one
-_ALWAYS: Final = ("text", "error")  # the others are columns if a result has them
+_ALWAYS: Final = ("text", "error")  # all others are columns only if a result has them
 RESULT_FIELDS: Final = frozenset(_COLUMNS) | {"digest"}
 
 
 class _Wide:
-    """The type of integers that a float may not represent exactly."""
+    """Marks a column with integers that a float may not represent exactly."""
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file; a few thousand are in memory at a time. Raises OSError, ImportError, ValueError."""
+    """Yield the rows of a file, reading a few thousand at a time. Raises OSError, ImportError, ValueError."""
     with _opened(path) as file:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             yield from batch.to_pylist()
@@ -43,7 +43,7 @@ def count_parquet(path: Path) -> int:
 
 
 def write_table(lines: Path, path: Path) -> None:
-    """Write the results in the JSON lines file ``lines`` to a .csv or .parquet file, complete or not at all.
+    """Write the results in the JSON lines file ``lines`` to a .csv or .parquet file, atomically.
 
     Raises OSError; ImportError if Parquet needs an extra.
     """
@@ -97,7 +97,7 @@ def _type_of(value: object) -> type:
 
 
 def _write_csv(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[type]], path: Path) -> None:
-    # Lines of another program may hold half an emoji, which would end the job at its last step.
+    # Lines written by other programs may have lone surrogates, which would make the job fail in its last step.
     with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
@@ -111,7 +111,7 @@ def _write_parquet(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, set[
 
     def kind(name: str, types: set[type]) -> Any:
         if name in _NUMBERS:
-            return arrow.uint64()  # seeds of callers take all 64 bits
+            return arrow.uint64()  # callers' seeds may use all 64 bits
         if types == {bool}:
             return arrow.bool_()
         if name in _COLUMNS or not types or not types <= {int, float, _Wide} or types >= {float, _Wide}:

@@ -1,4 +1,4 @@
-"""Answers one record: a prompt or a conversation."""
+"""Answers records of a job, each a prompt or a conversation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _KEPT: Final = frozenset({"id", "custom_id", "prompt", "messages"})
 
 @dataclass(frozen=True)
 class RecordResult:
-    """A record's result as it is written, its number of generated tokens, and whether it failed."""
+    """A record's result in the form for the file, its number of generated tokens, and whether it failed."""
 
     result: dict[str, Any]
     n_tokens: int = 0
@@ -47,7 +47,7 @@ class RecordResult:
 
     @property
     def reason(self) -> str:
-        """Why it failed: the error's message, or the message in the response to a request."""
+        """The reason why the record failed: the error's message, or the message in the response to a request."""
         error = self.result.get("error")
         if error is None and isinstance(response := self.result.get("response"), dict):
             body = response.get("body")
@@ -63,7 +63,7 @@ def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> ob
     """Return a description of a value for ``repr``, which is the same in every process, unlike addresses and hashes.
 
     A function is described by its code, its defaults and its closure; an object by its type, the code of ``__call__``
-    and its attributes. If it has none of these, only the type describes it.
+    and its attributes. An object without these is described only by its type.
     """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
@@ -111,7 +111,7 @@ def _identity(value: object, depth: int = 0, seen: set[int] | None = None) -> ob
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty still
+    except ValueError:  # the closure's cell is still empty
         return None
 
 
@@ -163,7 +163,7 @@ class Answerer:
         return f"<Answerer template={self._template!r} chat={self._chat}>"
 
     def settings(self) -> int:
-        """Return 32 bits that very likely differ for another model, adapter, chat template, template or options.
+        """Return 32 bits that very likely change with the model, adapters, the chat template, the template or options.
 
         The bits depend on contents, not names: on the files of the projector and of loaded adapters, which records may
         name, and on the code and values of a logits processor.
@@ -201,7 +201,7 @@ class Answerer:
                 kept = {name: start[name] for name in self._keep}
                 return replace(answer, result=answer.result | kept)
             result, n = await self._complete(row)
-        except Exception as error:  # whatever it is: the other records continue
+        except Exception as error:  # whatever the error is, the other records continue
             failure = self._engine.failure
             if self._engine.closed or failure is error:
                 raise
@@ -307,18 +307,18 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _token_id(key: object) -> object:
-    """Return the token id for a JSON key, which is a text."""
+    """Return the token id that a JSON key, always a text, stands for."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
 def check_template(template: str) -> list[str]:
-    """Return the columns that a template names. Raises ValueError if it has fields other than names of columns."""
+    """Return the columns that a template names. Raises ValueError if it has fields that are not names of columns."""
     try:
         fields = list(_template_fields(template))
     except ValueError as error:
         raise ValueError(f"the template is {quoted(template)}: {error}") from None
     for name, conversion in fields:
-        # Only names: attributes and positions of a column's value are not columns.
+        # Only names are allowed: attributes and items of a column's value are not columns.
         if not name or not set(name).isdisjoint(".[]") or name.isdigit():
             raise ValueError(f"the template has {{{name}}}; write the name of a column, and {{{{ for a brace")
         if conversion not in (None, *"ars"):
@@ -327,7 +327,7 @@ def check_template(template: str) -> list[str]:
 
 
 def _template_fields(template: str, is_format: bool = False) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and the conversion of each field, also of those in formats, as in ``{text:>{width}}``."""
+    """Yield the name and the conversion of each field, including fields in formats, as in ``{text:>{width}}``."""
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is None:
             continue

@@ -1,4 +1,4 @@
-"""``llamapipe.run_batch``: a job over any iterable, or over a file."""
+"""Defines ``llamapipe.run_batch``, which runs a job over any iterable or over a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AHEAD = 4
 class BatchResult(TypedDict, total=False):
     """The result of one record.
 
-    It has ``error`` if the record failed, else ``text`` (``texts`` if ``n`` is above 1).
+    The mapping has ``error`` if the record failed, else ``text`` (``texts`` if ``n`` is above 1).
     """
 
     index: int
@@ -95,19 +95,19 @@ def run_batch(
     """Answer every record, many at a time. Use it for jobs that are too large for a list of prompts.
 
     ``records``: texts, lists of token ids, mappings such as ``{"prompt": ..., "max_tokens": 8}`` or ``{"messages":
-    ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. They are read as needed, in the calling thread.
+    ...}``; or the ``Path`` of a .jsonl, .csv or .parquet file. Records are read as needed, in the calling thread.
     ``template``: makes the prompt from a mapping's values, such as ``"Translate: {text}"``. ``system``: a system
     message that begins each conversation. ``chat``: prompts are user messages. ``keep``: names of columns to copy to
     the result. A record that fails gives a result with ``error``. ``media_path``: the folder with the images and sounds
     that messages may name by path; None: the folder of ``records`` if that is a file, else no folder.
 
-    Without ``output``, the function returns an iterator of results, in the order of the records, or as they are done if
-    not ``ordered``. At most four records for each of the engine's slots are in flight or wait to be taken. Closing the
-    iterator cancels them.
+    Without ``output``, the function returns an iterator of results, in the order of the records, or in the order in
+    which they are done if not ``ordered``. At most four records for each of the engine's slots are in flight or wait to
+    be taken. Closing the iterator cancels these records.
 
-    With ``output``, it runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. The same call
-    continues a job that was stopped; every record is written once. ``retry_failed``: answer records again whose results
-    in a .jsonl file have an error.
+    With ``output``, the function runs the job to its end, writes .jsonl, .csv or .parquet, and returns the counts. The
+    same call continues a job that was stopped; every record is written once. ``retry_failed``: answer records again
+    whose results in a .jsonl file have an error.
 
     Blocks the calling thread; several jobs may share an engine. Raises ValueError and TypeError for wrong arguments,
     OSError, ImportError if the format needs an extra, EngineClosedError, BackendError if the engine has failed.

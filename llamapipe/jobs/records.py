@@ -25,7 +25,7 @@ from llamapipe.jobs import _tables
 
 FORMATS: Final = ("jsonl", "csv", "parquet")
 STDIN: Final = Path("-")
-# Longer lines are refused one by one: a file without line ends would otherwise be read into memory whole.
+# A longer line gives an error for its record: otherwise a file without line ends would be read into memory whole.
 MAX_LINE_BYTES: Final = 64 * 2**20
 _CHUNK_BYTES: Final = 2**20
 _N_LOOKED_AT: Final = 100
@@ -33,7 +33,7 @@ _N_LOOKED_AT: Final = 100
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its index in the file, from 0, and its fields, or why it cannot be read."""
+    """One record: its index in the file, from 0, and its fields, or the reason why it cannot be read."""
 
     index: int
     fields: dict[str, Any]
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def names(self) -> dict[str, object]:
-        """Its ``id`` and ``custom_id`` in the form for a line of results, with a date, for example, as text."""
+        """The record's ``id`` and ``custom_id`` in the form for a line of results (a date becomes text)."""
         return {name: as_json(self.fields[name]) for name in ("id", "custom_id") if name in self.fields}
 
 
@@ -79,14 +79,14 @@ def check_columns(path: Path, names: Collection[str]) -> None:
 
 
 def column(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field. Raises ValueError if there is none."""
+    """Return the value of a field. Raises ValueError if the field is missing."""
     if name not in fields:
         raise ValueError(f"the record has no column {quoted(name)}; it has {listed(fields)}")
     return fields[name]
 
 
 def as_json(value: object) -> object:
-    """Return a value in the form for a line of results, with a date, for example, as text."""
+    """Return a value in the form for a line of results (a date becomes text)."""
     if type(value) in (str, int, bool):
         return value
     if is_null(value) or (isinstance(value, float) and isinf(value)):
@@ -100,12 +100,12 @@ def as_json(value: object) -> object:
 
 
 def is_null(value: object) -> bool:
-    """Return whether a value stands for a missing one: None, NaN, or pandas' NA and NaT."""
+    """Return whether a value means that there is none: None, NaN, or pandas' NA and NaT."""
     if value is None:
         return True
     try:
         return bool(value != value)
-    except (TypeError, ValueError):  # NA; an array
+    except (TypeError, ValueError):  # pandas' NA, or an array
         return type(value).__name__ == "NAType"
 
 
@@ -131,10 +131,10 @@ def _plain(value: object) -> object:
 def _content(value: object) -> object:
     """Return a form that equal values have in every process, for a digest.
 
-    The text of a value may have its address, as that of a Pillow image, or leave out most of an array.
+    ``repr`` would not do: it may include an address, as for a Pillow image, or leave out most of an array.
     """
     if isinstance(value, np.ndarray):
-        # Others have addresses among their bytes, or bytes without a meaning.
+        # The bytes of other types include addresses or padding.
         is_plain = value.dtype.kind in "biufcmMSU" and value.dtype.char not in "gG"
         return [str(value.dtype), value.shape, _hash(value.tobytes()) if is_plain else value.tolist()]
     if isinstance(value, memoryview):
@@ -142,7 +142,7 @@ def _content(value: object) -> object:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if (tobytes := getattr(value, "tobytes", None)) is not None and hasattr(value, "mode"):
-        with suppress(OSError):  # a damaged file, which fails when it is answered
+        with suppress(OSError):  # a damaged file: the record fails when it is answered
             name += f" {value.mode} {getattr(value, 'size', None)} {_hash(tobytes())}"
             if value.mode in ("P", "PA") and (palette := getattr(value, "getpalette", None)) is not None:
                 name += f" {palette()}"
@@ -169,7 +169,7 @@ def format_of(path: Path) -> str:
 
 
 def is_pipe(path: Path) -> bool:
-    """Return whether a file can be read only once, and the next record may take long: standard input, a named pipe."""
+    """Return whether a file is standard input or a named pipe: read only once, and the next record may take long."""
     return path == STDIN or path.is_fifo()
 
 
@@ -181,7 +181,7 @@ def _is_compressed(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open the bytes of a file, or of standard input. Raises OSError."""
     if path == STDIN:
-        # A separate file, never closed: a thread may still read it when the program ends.
+        # A separate file object, never closed: a thread may still read from it when the program ends.
         yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
         return
     with path.open("rb") as file:
@@ -198,10 +198,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Read the records of a file in order. Blank lines do not count. ``STDIN``: JSON lines from standard input.
+    """Read the records of a file in order. Blank lines do not count. ``path`` may be ``STDIN``: JSON lines.
 
     Raises OSError, ImportError if the format needs an extra, and ValueError for a CSV file without a header, with two
-    columns of one name, or not in UTF-8, a damaged gzip file, or a file that is not Parquet.
+    columns of the same name, or not in UTF-8, for a damaged gzip file, and for a .parquet file that is not Parquet.
     """
     match format_of(path):
         case "csv":
@@ -225,7 +225,7 @@ def records_of(items: Iterable[object]) -> Iterator[Record]:
 
 
 def count_records(path: Path) -> int | None:
-    """Count a file's records: its lines that are not blank, for JSON lines. None for pipes and a bad CSV file."""
+    """Count a file's records (for JSON lines, lines that are not blank). None for pipes and a bad CSV file."""
     kind = format_of(path)
     if is_pipe(path):
         return None
@@ -234,11 +234,11 @@ def count_records(path: Path) -> int | None:
     if kind == "csv":
         try:
             return sum(1 for _ in _csv_records(path))
-        except ValueError:  # told when its records are read
+        except ValueError:  # reading the records reports the error
             return None
     n, is_counted = 0, False
     with _opened(path) as file:
-        while piece := file.readline(_CHUNK_BYTES):  # of a line
+        while piece := file.readline(_CHUNK_BYTES):  # a part of a line
             if not is_counted and piece.strip():
                 n, is_counted = n + 1, True
             if piece.endswith(b"\n"):
@@ -247,7 +247,7 @@ def count_records(path: Path) -> int | None:
 
 
 def _json_records(path: Path) -> Iterator[Record]:
-    index = number = 0  # of records and of lines: blank lines are not records
+    index = number = 0  # index of the record, number of the line: blank lines are not records
     with _opened(path) as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -280,7 +280,7 @@ def _parsed(index: int, number: int, line: bytes) -> Record:
 
 def _csv_records(path: Path) -> Iterator[Record]:
     with _opened(path) as file:
-        # Python's limit, 128 KiB for the whole process, would end the job at the first long text.
+        # With Python's limit of 128 KiB, which holds for the whole process, the job would fail at the first long text.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         try:

@@ -1,7 +1,7 @@
-"""The file of results: whole lines, each index once. A killed job continues where it stopped.
+"""Writes the results file: whole lines, each index once, so that a killed job can continue where it stopped.
 
 Each line has a ``digest``: 8 hexadecimal digits for the job's settings and 8 for the record, so that a restart notices
-if either has changed. At the end a table is made from the lines.
+if either has changed. For a table, the job converts the lines at its end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from llamapipe.host import files
 from llamapipe.jobs import _tables
 from llamapipe.jobs.records import STDIN, format_of
 
-_ID = "batch_req_"  # before the index, in OpenAI's format
-_STARTS = (b'{"index": ', f'{{"id": "{_ID}'.encode())  # of lines of results
+_ID = "batch_req_"  # the prefix of the index in ids, in OpenAI's format
+_STARTS = (b'{"index": ', f'{{"id": "{_ID}'.encode())  # beginnings of lines in a results file
 _FAILED = 2
-_TRIES, _TRY_S = 5, 0.01  # to lock a file
+_TRIES, _TRY_S = 5, 0.01  # attempts to lock a file, and the pause between them
 
 
 class ResultFile:
     """Appends results to ``path``, after ``begin``. One thread.
 
-    An existing file is read and not changed; ``has`` says which records it holds. ``overwrite``: it is not read.
+    An existing file is read and not changed; ``has`` says which records it holds. ``overwrite``: do not read the file.
 
     Raises ValueError if the file holds other lines or results of several jobs, BlockingIOError if another process is
     writing it, OSError.
@@ -42,7 +42,8 @@ class ResultFile:
         self.n_done = 0
         self._settings: int | None = None
         self._n_whole = 0  # bytes up to the last line end
-        # By index: 0 is missing, else the digest of the record, a bit for a failure, and 1.
+        # By index: 0 if there is no result; else the record's digest, a bit that is set for a failure, and a bit that
+        # is 1.
         self._marks = array("Q")
         self._file: BinaryIO = _locked(path)
         try:
@@ -55,9 +56,9 @@ class ResultFile:
     def begin(self, settings: int, *, retry_failed: bool = False) -> None:
         """Prepare the file for more results by removing an unfinished line.
 
-        ``settings``: a 32-bit number that differs for another model, template or options. ``retry_failed``: results
-        with an error are removed, so that their records are answered again. Raises ValueError if the file's results
-        have other settings, OSError.
+        ``settings``: a 32-bit number that changes with the model, the template or options. ``retry_failed``: remove
+        results with an error, so that their records are answered again. Raises ValueError if the file's results have
+        other settings, OSError.
         """
         if self._settings not in (None, settings):
             raise ValueError(
@@ -89,7 +90,7 @@ class ResultFile:
     def write(self, index: int, digest: int, result: Mapping[str, Any]) -> None:
         """Append the result of a record. Raises OSError, for example when the disk is full."""
         row = {**result, "digest": struct.pack(">II", self._settings or 0, digest).hex()}
-        # Half an emoji, which JSON can escape, would make the whole file unreadable as UTF-8.
+        # A lone surrogate, which JSON can escape, would make the whole file unreadable as UTF-8.
         line = whole(json.dumps(row, ensure_ascii=False)).encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         view = memoryview(line)
@@ -126,7 +127,7 @@ class ResultFile:
             self._note(index, mark)
 
     def _remove(self, indices: Collection[int]) -> None:
-        """Rewrite the file without some results. A job that is killed during this leaves the old file."""
+        """Rewrite the file without the results of ``indices``. A job killed meanwhile leaves the old file."""
         removed, path = set(indices), self.path.resolve()
         if not removed:
             return
@@ -194,7 +195,7 @@ def _locked(path: Path) -> BinaryIO:
                 stack.pop_all()
                 return file
             if left:
-                time.sleep(_TRY_S)  # somebody may only look, see ``is_written``
+                time.sleep(_TRY_S)  # the lock may be held only briefly, by ``is_written``
         raise BlockingIOError(f"{path} is being written by another process")
 
 
@@ -209,7 +210,7 @@ def is_written(lines: Path) -> bool:
     """Return whether a process is writing results to ``lines``, the file of ``lines_of``. Raises OSError."""
     try:
         with lines.open("rb") as file:
-            # For a moment: another look at that moment takes this one for a writer.
+            # Held only briefly; another call of this function could then take this process for a writer.
             files.lock(file.fileno(), wait=False)
     except FileNotFoundError:
         return False
@@ -219,7 +220,7 @@ def is_written(lines: Path) -> bool:
 
 
 def count_failed(lines: Path) -> int:
-    """Count the results with an error in ``lines``. Raises OSError, and ValueError if it holds something else."""
+    """Count the results with an error in ``lines``. Raises OSError, and ValueError if it is not a results file."""
     with lines.open("rb") as file:
         try:
             return sum(_has_failed(json.loads(line)) for line in file if line.endswith(b"\n"))

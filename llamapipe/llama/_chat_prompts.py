@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.llama.model import Model
 
-_MOST_FORMATS = 64  # that are remembered: clients choose the template arguments
+_MOST_FORMATS = 64  # cached formats; a limit, because clients choose the template arguments
 _NO_TEMPLATE = "{} has no chat template; give one with chat_template, as text or as a file"
 
 
@@ -111,7 +111,7 @@ class ChatPrompts:
         given_args: Mapping[str, Any] | None = None,
         **template_args: Any,
     ) -> str:
-        """Render to probe the template, without warnings. ``template_args`` replace the caller's."""
+        """Render a conversation to probe the template, without warnings. ``template_args`` replace the caller's."""
         return self._for(tools).render(
             messages,
             tools=tools,
@@ -121,7 +121,7 @@ class ChatPrompts:
         )
 
     def _call_writer(self, messages: object, template_args: Mapping[str, Any]) -> WriteCalls | None:
-        """Return a function that writes the tool calls a template leaves out; None if none is needed."""
+        """Return a function that writes the tool calls that a template leaves out; None if it is not needed."""
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             return None
         if not any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages):
@@ -161,7 +161,7 @@ class ChatPrompts:
         return chat_format
 
     def _probed_arguments(self, template_args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that one of the model's templates reads, in a short form."""
+        """Return the arguments that at least one of the model's templates reads, in a short form."""
         arguments: dict[str, Any] = {}
         for template in dict.fromkeys((self._for(True), self._for(None))):
             arguments |= template.probed_arguments(template_args)
@@ -191,7 +191,7 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
     ) -> None:
-        """Log a warning, once per template, about parts of the messages that it leaves out."""
+        """Log a warning, once per template, about parts of the messages that the template leaves out."""
         writer = self._call_writer(messages, template_args)
         for what in template.newly_dropped(messages, tools, template_args, writer):
             logging.getLogger("llamapipe").warning(
@@ -211,7 +211,7 @@ class ChatPrompts:
         n_ctx: int | None = None,
         media_mark: str = "",
     ) -> list[int]:
-        """Tokenize a conversation; see ``Model.tokenize_chat``. ``continue_last``: as ``ChatTemplate.render`` takes it.
+        """Tokenize a conversation; see ``Model.tokenize_chat``. ``continue_last``: see ``ChatTemplate.render``.
 
         ``media_mark``: see ``chat/media.py``; the ``i``-th mark becomes the token ``-1 - i``.
 

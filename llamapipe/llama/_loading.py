@@ -19,7 +19,7 @@ from llamapipe.native.load import drain_log, last_error
 
 Progress = Callable[[float], object]
 
-_EXIT_WAIT_S = 10.0  # a load stops at its next tensor, far sooner unless a progress function never returns
+_EXIT_WAIT_S = 10.0  # a load stops sooner, at its next tensor, unless a progress function never returns
 _current = threading.local()  # .load: the load running on this thread
 _callback: Any = None
 
@@ -70,7 +70,7 @@ def is_loading() -> bool:
 
 @contextmanager
 def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Raise ModelLoadError at the end if a mapped file was truncated in the block; without it, the process would end.
+    """Raise ModelLoadError after the block if a mapped file was truncated in it; unguarded, the process would end.
 
     It guards this thread and, for ``files``, also the threads that llama.cpp starts to convert weights.
     """
@@ -84,7 +84,7 @@ def mapping_guard(module: Any, path: Path, files: Sequence[Path] = ()) -> Iterat
         failure = error
     finally:
         n_missing = module.lib.lp_mapping_guard_end()
-    if n_missing:  # zeros in place of data may be the reason of the failure
+    if n_missing:  # zeros in place of data may have caused the failure
         raise ModelLoadError(
             f"{path} was truncated while it was loaded; load it again when it is complete"
         ) from failure

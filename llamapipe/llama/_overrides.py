@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
 Value = bool | int | float | str
-# llama.cpp's limit of keys and texts, which end with a NUL.
+# llama.cpp's limit for keys and texts, without the final NUL.
 _MOST_BYTES: Final = 127
 _INSTEAD: Final = {
     "general.architecture": "it decides what the tensors mean",
@@ -68,7 +68,7 @@ def _check_bytes(name: str, text: str) -> None:
 
 
 def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
-    """Return the array of overrides for llama.cpp; keep the result as long as the array is used."""
+    """Return llama.cpp's array of overrides. Keep a reference to it while llama.cpp uses it."""
     slots = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)
     for slot, (key, value) in zip(slots, overrides.items(), strict=False):
         slot.key = key.encode()
@@ -95,7 +95,7 @@ def placed_tensors(
     n_cpu_moe: int | None,
     wanted: Sequence[str | Device] | None,
 ) -> dict[str, Device]:
-    """Return the devices, by tensor name, of the tensors placed elsewhere than llama.cpp would place them.
+    """Return the devices, by tensor name, of the tensors that the options move from llama.cpp's choice.
 
     ``wanted``: the option ``devices``, checked. Raises TypeError, ValueError, BackendError.
     """
@@ -166,7 +166,7 @@ def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
 
 
 def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[Any, list[Any]]:
-    """Return the array of patterns for llama.cpp, and the strings that must live as long.
+    """Return llama.cpp's array of patterns, and the strings that must live as long as the array.
 
     llama.cpp compiles every pattern for every tensor, so one pattern covers the same tensor in many layers.
     """

@@ -1,13 +1,15 @@
-"""Packed weights on disk, so that a later load maps them instead of packing, and processes share their pages.
+"""Caches packed weights on disk: later loads map them instead of packing, and processes share their pages.
 
 A model has one file in the cache: a header, then the weights as they are in memory. The header identifies the model
-files they were packed from (fingerprint, size, modification time), and has the number that native code computed for the
-tensors and their layout. A file for other kernels or tensors has a different number, so it is not mapped.
+files that the weights were packed from (fingerprint, size, modification time). It also has a number that native code
+computed from the tensors and their layout. A file for other kernels or tensors has a different number and is not
+mapped.
 
-The first load locks a partial file, packs into memory, writes, and renames the file when it is on disk. Other loads of
-the same model wait for it. A file that exists is never changed, only replaced: a process that has mapped it keeps it. A
-checksum of the header and of samples of the weights reveals a file that was copied only in part. Otherwise it is
-trusted like a model file, so it must belong to this user or root, and nobody else may write to it.
+The first load locks a partial file, packs into memory, writes the weights, and renames the file once all of it is on
+disk. Other loads of the same model wait for it. A file that exists is never changed, only replaced: a process that has
+mapped a file keeps that file. A checksum of the header and of samples of the weights reveals a file that was copied
+only in part. Otherwise it is trusted like a model file, so it must belong to this user or root, and nobody else may
+write to it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from llamapipe.host.at_exit import end_thread_at_exit
 if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
-_OFFSET = 2 * 2**20  # where the weights begin: whole huge pages can be mapped
+_OFFSET = 2 * 2**20  # bytes before the weights, so that whole huge pages can be mapped
 _MAGIC = b"llamapipe packed weights 2\n"
-# Magic bytes, the model's key, the layout of the weights, their bytes; then a checksum of these and of samples.
+# Magic bytes, the model's key, the layout of the weights, their size in bytes. A checksum follows the header.
 _HEADER = struct.Struct("<32s32sQQ")
 _CHECKSUM_BYTES = 16
 _N_SAMPLES = 64
@@ -93,7 +95,7 @@ class PackedFile:
     def write(self, native: Any, packing: Any) -> None:
         """Write the weights that a load has packed, and map the file in their place. Logs a warning if that fails."""
         try:
-            if self.is_found:  # other tensors than expected, or in another form
+            if self.is_found:  # the tensors or their layout differ from what was expected
                 self._close()
                 self._expected = packing.layout, packing.n_data
                 if not self._open():  # another load may have replaced it
@@ -118,7 +120,7 @@ class PackedFile:
         stem = os.fsencode(self._info.path.stem)[:_STEM_BYTES].decode(errors="ignore")
         return key.digest(), f"{stem}.{content.hexdigest()}.packed"
 
-    # ---- a file that is there
+    # ---- an existing file
     def _open(self) -> bool:
         """Open the file if it fits the model."""
         try:
@@ -157,12 +159,12 @@ class PackedFile:
             return "it was made by another version of llamapipe or for other devices"
         return None
 
-    # ---- a file to be written
+    # ---- a new file
     def _lock(self) -> None:
         """Open and lock the partial file, unless another load is writing it."""
         partial = self.path.with_name(self.path.name + ".partial")
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Who may read the model may read this.
+        # Users who may read the model may also read its packed weights.
         is_public = all(stamp.path.stat().st_mode & stat.S_IROTH for stamp in self._info.stamps)
         end = time.monotonic() + (_WAIT_S if self._may_wait else 0)
         while (fd := _open_locked(partial, 0o644 if is_public else 0o600)) is None:
@@ -181,7 +183,7 @@ class PackedFile:
             self._tell(f"cannot be written: {partial.name}: {problem}")
             return
         try:
-            is_written = self._open()  # by another load, which was faster
+            is_written = self._open()  # another load may have written the file first
             if is_written:
                 partial.unlink(missing_ok=True)
         except BaseException:
@@ -196,11 +198,11 @@ class PackedFile:
         assert self._partial is not None
         fd, n_bytes = self.fd, len(weights)
         os.ftruncate(fd, 0)  # a load that was killed may have left something
-        if hasattr(os, "posix_fallocate"):  # a full disk shows before anything is written
+        if hasattr(os, "posix_fallocate"):  # a full disk is noticed before anything is written
             try:
                 os.posix_fallocate(fd, _OFFSET, n_bytes)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system does not have it
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system does not support it
                     raise
         n_written = 0
         with memoryview(weights) as view:
@@ -211,12 +213,12 @@ class PackedFile:
             header = _HEADER.pack(_MAGIC, self._key, layout, n_bytes)
             checksum = _checksum(header, lambda at: view[at : at + _SAMPLE_BYTES], n_bytes)
         files.write_at(fd, header + checksum, 0)
-        os.fsync(fd)  # else the name could outlive a crash, and the weights not
-        if not files.has_name(fd, self._partial):  # the name may be another load's by now
+        os.fsync(fd)  # otherwise, after a crash, the file could be there without its weights
+        if not files.has_name(fd, self._partial):  # the name may now belong to another load's file
             raise FileNotFoundError(errno.ENOENT, "it was deleted meanwhile", str(self._partial))
         self._partial.replace(self.path)
         self._partial = None
-        files.unlock(fd)  # a process that was forked meanwhile holds the lock, too
+        files.unlock(fd)  # explicitly: a process forked in the meantime holds the lock, too
 
     def _close(self) -> None:
         if self._partial is not None:
@@ -238,7 +240,7 @@ class PackedFile:
 
 
 def _distrust(status: os.stat_result, *others: int) -> str | None:
-    """Return why other users could have written a file; None if only this user and ``others`` could."""
+    """Return why users other than this one and ``others`` could have written a file; None if they could not."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if not files.is_ours(status, *others):

@@ -1,4 +1,4 @@
-"""A llama_context: KV cells for several sequences, decoding, logits rows. One thread at a time."""
+"""Owns a llama_context: KV cells for several sequences, decoding, logits rows. One thread at a time."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CACHE_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_0
 _FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _INT32_MAX = 2**31 - 1
 _COARSE_KEYS = ("q4_0", "q4_1", "iq4_nl")
-_warned: set[str] = set()  # types of keys, once each
-# How long idle compute threads spin for the next graph, 0 to 100: 2 is about ten milliseconds, longer than the pause
-# between two steps and short enough not to delay others.
+_warned: set[str] = set()  # key types that a warning was logged for
+# How long idle compute threads spin while they wait for the next graph, 0 to 100. 2 is about 10 ms: longer than the
+# pause between two steps, but too short to delay other programs.
 _POLL = 2
 
 
@@ -50,7 +50,7 @@ def state_version() -> int:
 
 
 def _check_moe_cache(model: Model) -> None:
-    """Raise InvalidRequestError if there is nothing to cache; llama.cpp would ignore the option."""
+    """Raise InvalidRequestError if no experts can be cached; llama.cpp would silently ignore the option."""
     if all(device.type == "cpu" for device in model.devices):
         raise InvalidRequestError(
             "moe_cache_size is given, but no GPU computes the model, so there is no memory for it; leave it out"
@@ -67,8 +67,8 @@ class Context(Owner):
 
     - ``n_ctx``: positions each sequence may use. ``n_cells``: total KV cells (default ``n_ctx * n_seq_max``; another
       number needs ``kv_unified``).
-    - ``n_batch``, ``n_ubatch``: maximum tokens in a decode, and in the physical chunks it is cut into (the batches of
-      models that are not causal are not cut).
+    - ``n_batch``, ``n_ubatch``: maximum tokens in a decode, and in the physical chunks that llama.cpp cuts it into
+      (batches of models that are not causal are not cut).
     - ``n_outputs_max``: maximum output rows of a decode (default: ``n_batch``, or ``n_ubatch`` with a ring).
       ``n_more_outputs`` is added to it. The sum bounds memory.
     - ``type_k``, ``type_v``: number formats of the cache. ``flash_attn``: ``"auto"`` (off on software devices),
@@ -78,17 +78,17 @@ class Context(Owner):
       several tokens (default: ``n_threads``).
     - ``n_states``: recurrent states of a sequence to keep in addition to the last one, so that the last tokens of a
       decode can be removed. The attribute is the number kept: at most ``n_ubatch`` - 2, and 0 if the model cannot keep
-      any. ``needs_states``: a sequence can only be continued at a place whose recurrent state, or last window of cells,
-      is kept.
-    - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None
-      without such layers.
+      any. ``needs_states``: a sequence can only be continued at a position whose recurrent state, or last window of
+      cells, is kept.
+    - ``swa_full``: layers with a sliding window keep all cells, not only the last window's; the attribute is None if
+      the model has no such layers.
     - ``drafts_for``: the context whose hidden states (``keep_states``) this context drafts with. Its model is then the
       MTP layers of that context's model, or a file of ``DRAFT_KINDS`` that belongs to it, and only ``draft`` may be
       called; with a DFlash file, only ``inject`` and ``decode_blocks``. A Gemma 4 assistant reads that context's cells:
-      create it before the first decode, with the same sizes, types and flags, and never clear it.
-    - ``is_causal``: if False, tokens also attend to later ones of the decode; ``n_ubatch`` must then be ``n_batch``.
+      create the assistant's context before the first decode, with the same sizes, types and flags, and never clear it.
+    - ``is_causal``: if False, tokens also attend to later tokens of the decode; ``n_ubatch`` must then be ``n_batch``.
     - ``n_ring_slots``: stage output rows in a ring of this many times ``n_outputs_max`` rows, for a pipeline;
-      ``logits`` cannot read them then. ``has_ring`` is False if there can be no ring.
+      ``logits`` then cannot read them. ``has_ring`` is False if there can be no ring.
     - ``graph_sampling``: with a ring, the graph samples as well. The attribute says whether it does, and
       ``graph_problem`` why not.
     - ``batch_invariant``: llamapipe's kernels, in which rows do not depend on each other, also multiply matrices of
@@ -221,10 +221,10 @@ class Context(Owner):
                 f"n_cells is {self.n_cells} but n_ctx * n_seq_max is {self.n_ctx * self.n_seq_max}; "
                 "a different number needs kv_unified=True"
             )
-        # As llama.cpp limits it.
+        # llama.cpp applies the same limit.
         self.n_batch: int = min(int_of("n_batch", n_batch), self.n_cells)
         self.n_ubatch = min(int_of("n_ubatch", n_ubatch), self.n_batch)
-        if not self.model.is_causal:  # tokens see those after them: llama.cpp aborts if a batch would be cut
+        if not self.model.is_causal:  # tokens see later tokens: llama.cpp aborts if it must cut a batch
             self.n_ubatch = self.n_batch
         default_n_outputs = self.n_ubatch if self.n_ring_slots else self.n_batch
         most = check_int(
@@ -250,12 +250,12 @@ class Context(Owner):
                 type_k,
             )
         if flash_attn == "off" and type_k not in ("f32", "f16", "bf16") and (head_size(self.model) or 1) % 32:
-            # llama.cpp checks this for flash attention only, and aborts without it
+            # llama.cpp checks this only with flash attention; without flash attention it aborts
             raise ValueError(
                 f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(self.model)}; "
                 "use type_k='f16'"
             )
-        if self._drafts_for is None:  # else one layer has cells
+        if self._drafts_for is None:  # otherwise only one layer has cells
             check_kv_memory(self.model, self.n_cells, type_k, type_v)
         software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
@@ -292,7 +292,7 @@ class Context(Owner):
         return -(-(self.n_cells if self.kv_unified else self.n_ctx) // 256) * 256
 
     def _create(self, params: Any) -> None:
-        """Create the native context, with a ring for output rows if one is wanted and possible."""
+        """Create the native context, with a ring for output rows if it is wanted and possible."""
         ffi, lib = self._native.ffi, self._native.lib
         n_rows = max(self.n_ring_slots, 0) * self.n_outputs_max
         drain_log(self._native)
@@ -348,13 +348,13 @@ class Context(Owner):
         )
 
     def set_adapters(self, adapters: AdapterSet | None, carries: bool = False) -> None:
-        """Compute with these adapters from the next decode on, or with the model alone if None. Raises BackendError.
+        """Compute with these adapters from the next decode on; None: with the model alone. Raises BackendError.
 
         ``carries``: see ``adapter.carries``; no sequence has an adapter until ``assign_adapters`` assigns one.
         """
         self.claim()
         set_adapters(self._native, self._native.lib.lp_context_set_adapters, self._handle, adapters, carries)
-        self._adapters = adapters  # they must live as long as the context computes with them
+        self._adapters = adapters  # they must stay alive while the context computes with them
         self._assigned.clear()
 
     @property
@@ -408,14 +408,14 @@ class Context(Owner):
 
         A token's state is its last hidden state, or the concatenated inputs of ``layers``. llama.cpp ends the process
         if the architecture's graph does not output these inputs: call ``check_draft_file`` first. Only tokens that are
-        decoded later have states, so call this before the first decode. Raises BackendError.
+        decoded later have states, so call ``keep_states`` before the first decode. Raises BackendError.
         """
         n, indices = check_int("n_most", n_most, 1, _INT32_MAX), self._native.ffi.new("int32_t[]", [*layers])
         if self._native.lib.lp_context_keep_states(self.handle, n, len(indices), indices) < 0:
             raise BackendError(f"hidden states cannot be kept ({last_error(self._native)})")
 
     def kept_states(self, seq_id: int) -> tuple[int, int]:
-        """Return the range of a sequence's positions whose states are kept: the first, and one past the last."""
+        """Return the range of a sequence's positions whose states are kept: the first, and the one after the last."""
         end = self._native.ffi.new("int32_t *")
         begin: int = self._native.lib.lp_context_states(self.handle, seq_id, end)
         return begin, int(end[0])
@@ -441,8 +441,8 @@ class Context(Owner):
 
         Entry ``i`` reads the state of entry ``before[i]``, an output of the previous batch; if that is -1, it reads a
         state that ``drafts_for`` keeps. Positions may begin anywhere. With EAGLE-3, either all entries are outputs or
-        none are. The lists must be as long as ``tokens``. Nothing is checked, because a draft of one layer takes less
-        than a millisecond. Raises ContextFullError and DecodeError.
+        none are. The lists must be as long as ``tokens``. Arguments are not checked, because that would take long
+        compared with a draft of one layer (under 1 ms). Raises ContextFullError and DecodeError.
         """
         self.claim()
         assert self._drafts_for is not None
@@ -453,7 +453,7 @@ class Context(Owner):
         self._raise_for_draft(code, n)
 
     def inject(self, positions: Sequence[int], seq_ids: Sequence[int]) -> None:
-        """Compute cells from the states that ``drafts_for`` keeps of these positions, in a context of a DFlash draft.
+        """Compute a DFlash draft's cells from the states that ``drafts_for`` keeps for these positions.
 
         As in ``draft``, nothing is checked. Raises ContextFullError and DecodeError.
         """
@@ -518,7 +518,7 @@ class Context(Owner):
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return a copy of the logits of entry ``row`` of the last batch: float32 ``(n_vocab,)``.
 
-        Raises ValueError when that entry was not an output.
+        Raises ValueError if the entry was not an output.
         """
         self.claim()
         ffi = self._native.ffi
@@ -545,8 +545,8 @@ class Context(Owner):
     def _keys_rotate(self) -> bool:
         """Return whether llama.cpp can rotate the keys in cells. Where it cannot, a shift fails or ends the process.
 
-        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. At least some layers must
-        have rotary positions: in Granite models, perhaps none has.
+        It cannot rotate bfloat16. Quantized keys need a head size that is a multiple of 64. At least one layer must
+        have rotary positions; Granite models may have no such layer.
         """
         sizes = self.model.metadata
         arch = sizes.get("general.architecture", "")
@@ -577,7 +577,7 @@ class Context(Owner):
         self.n_threads, self.n_threads_batch = n, n_batch
 
     def park_threads(self) -> None:
-        """Let the compute threads sleep until the next decode. Otherwise they spin for some milliseconds first."""
+        """Put the compute threads to sleep until the next decode. Otherwise they spin for some milliseconds first."""
         self._native.lib.lp_context_rest(self.handle)
 
     def compute_thread_ids(self) -> list[int]:
@@ -597,7 +597,7 @@ class Context(Owner):
         return int(lib.llama_memory_seq_pos_max(lib.llama_get_memory(self.llama), seq_id))
 
     def seq_remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> bool:
-        """Forget positions ``[p0, p1)`` of a sequence; a ``p1`` of -1 means the end.
+        """Forget positions ``[p0, p1)`` of a sequence; ``p1=-1`` means the end.
 
         Returns False, and changes nothing, if the model's memory cannot remove a part (recurrent models).
         """
@@ -611,7 +611,7 @@ class Context(Owner):
         return bool(result)
 
     def seq_copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
-        """Share positions ``[p0, p1)`` of ``src`` with ``dst``; part of a sequence only with ``kv_unified``.
+        """Share positions ``[p0, p1)`` of ``src`` with ``dst``; without ``kv_unified``, only the whole sequence.
 
         Raises ValueError for a part without ``kv_unified``: llama.cpp would end the process.
         """

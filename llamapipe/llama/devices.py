@@ -1,4 +1,4 @@
-"""The devices of the loaded backends, as llama.cpp lists them, and which of them a model is placed on.
+"""Lists the devices of the loaded backends, and selects those that a model is placed on.
 
 ``Device`` is plain data; native handles stay valid for the life of the process.
 """
@@ -20,7 +20,7 @@ _TYPES = {
     "GGML_BACKEND_DEVICE_TYPE_ACCEL": "accel",
 }
 
-_UNIFIED = ("MTL", "Metal")  # backends of GPUs that use the system's memory, though they are not of type igpu
+_UNIFIED = ("MTL", "Metal")  # GPU backends that use system memory although their type is not igpu
 _SOFTWARE = ("llvmpipe", "lavapipe", "swiftshader", "software rasterizer")
 
 
@@ -91,7 +91,7 @@ def devices() -> list[Device]:
     return [device for device, _ in device_handles()]
 
 
-# ---- which of them a model is placed on; ``far``: native devices of workers
+# ---- devices for a model; ``far``: native devices of workers
 def check_rpc(split_mode: str, n_gpu_layers: int, vocab_only: bool) -> None:
     """Raise ValueError for options that leave workers nothing to compute or that ggml-rpc does not support."""
     if split_mode in ("row", "tensor"):
@@ -137,7 +137,7 @@ def device_list(ffi: Any, wanted: Sequence[str | Device] | None, far: Sequence[A
 def used_devices(
     wanted: Sequence[str | Device] | None, n_gpu_layers: int, far: Sequence[Any]
 ) -> list[Device]:
-    """Return the devices that get layers: the workers', and the requested ones, else all GPUs, else the CPU."""
+    """Return the devices that get layers: the workers' and the requested devices, else all GPUs, else the CPU."""
     known = [device for device, _ in device_handles()]
     if wanted is not None:
         names = {item.name if isinstance(item, Device) else item for item in wanted}

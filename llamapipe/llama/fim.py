@@ -1,4 +1,4 @@
-"""Prompts for filling in the middle: tokens made from the text around a gap and from other files.
+"""Makes prompts for filling in the middle, from the text around a gap and from other files.
 
 Open this file to change how such a prompt is written, or what is left out of a file that is longer than the context. A
 model that can fill in has one token each for the text before the gap, the text after it and the gap; some models also
@@ -19,15 +19,15 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.vocab import FimTokens, Vocab
 
 FimOrder = Literal["psm", "spm"]
-# Names and texts of files, the oldest first; a mapping is an item of a request's JSON.
+# Names and texts of files, the oldest first. A mapping comes from a request's JSON.
 FimExtra: TypeAlias = Iterable[tuple[str, str] | Mapping[str, str]]
-_STEP = 256  # tokens: what is left out together
-_STEPS = 16  # of a prompt, at least
-_SUFFIX_SHARE = 4  # the suffix gets at least this part of the room: a quarter
-_MOST_CHARACTERS = 16  # of a token, on average: what is longer is cut before it is tokenized
-# llama.cpp's server writes these where a client gives no names.
+_STEP = 256  # tokens; text is left out in multiples of this number
+_STEPS = 16  # minimum number of steps in a prompt
+_SUFFIX_SHARE = 4  # the suffix gets up to a quarter of the room even if the prefix could fill it
+_MOST_CHARACTERS = 16  # assumed average per token; longer texts are cut before they are tokenized
+# llama.cpp's server writes these names where a client gives none.
 _PROJECT, _THIS_FILE, _OTHER_FILE = "myproject\n", "filename", "tmp"
-_SNIPPET = "\n\n--- snippet ---\n\n"  # between files, for models without a token for it
+_SNIPPET = "\n\n--- snippet ---\n\n"  # separates files for models without a token for that
 
 
 class FimText(NamedTuple):
@@ -41,7 +41,7 @@ class FimText(NamedTuple):
 
 
 class FimPrompt(NamedTuple):
-    """The tokens of a prompt. ``is_cut``: whether something did not fit and was left out."""
+    """The tokens of a prompt. ``is_cut``: whether some text did not fit and was left out."""
 
     tokens: list[int]
     is_cut: bool
@@ -80,20 +80,20 @@ def _file(item: Any, index: int) -> tuple[str, str]:
 def fim_room(n_ctx: int, n_new: int | None) -> int:
     """Return how many tokens a prompt may have if ``n_new`` are to be generated; None: a quarter of ``n_ctx``.
 
-    A prompt always gets at least half of the context. Requests for a few more or fewer tokens get the same room, and so
-    share a prefix.
+    A prompt always gets at least half of the context. Requests whose ``n_new`` differs by only a few tokens get the
+    same room, so they share a prefix.
     """
     step = _step(n_ctx)
     return n_ctx - min(_rounded_up(max(n_ctx // 4 if n_new is None else n_new, 1), step), n_ctx // 2)
 
 
 def fim_prompt(vocab: Vocab, text: FimText, n_max: int | None = None) -> FimPrompt:
-    """Make the prompt of at most ``n_max`` tokens; None: no limit. Names of control tokens in the text stay text.
+    """Make a prompt of at most ``n_max`` tokens; None: no limit. Names of control tokens in the text stay text.
 
     If not everything fits, the prefix keeps its end and the suffix its beginning. The suffix gets a quarter of the
-    room, or more if the prefix leaves it. The rest holds whole files of ``extra``, taken from the last one back.
+    room, or more if the prefix leaves it. The rest holds whole files of ``extra``, beginning with the last one.
 
-    Raises InvalidRequestError for a model without these tokens, and if nothing would be left of the text.
+    Raises InvalidRequestError if the model has no tokens that mark a gap, or if no text would fit.
     """
     fim = fim_tokens_of(vocab)
     bos = [vocab.bos] if vocab.add_bos and vocab.bos is not None else []
@@ -161,7 +161,7 @@ def _cut(
     before = vocab.tokenize(text.prefix[start:], add_special=False)
     after = vocab.tokenize(text.suffix[:most], add_special=False)
     is_cut = start > 0 or len(text.suffix) > most
-    # Each number changes only when a text has grown by a step, not with each key.
+    # Each number changes only when a text has grown by a step, not with each keystroke.
     n_after = min(
         _rounded_up(len(after), step), max(room // _SUFFIX_SHARE, room - _rounded_up(len(before), step))
     )

@@ -24,13 +24,13 @@ _CELL_BYTES = 40  # llama.cpp's record of a cell: its position, its shift and it
 _GIB = 2**30
 
 
-# Which layers have a sliding window where files do not list them: all but the last of each group of this size, or all
-# but the first (``_WINDOWS_LAST``).
+# Layers with a sliding window in architectures whose files do not list them: in each group of this size, all but the
+# last, or all but the first (``_WINDOWS_LAST``).
 _WINDOWS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gpt-oss": 2, "cohere2": 4, "exaone-moe": 4, "llama4": 4,
             "olmo2": 4, "afmoe": 4, "plamo3": 8, "mellum": 4, "muse-glimmer": 4}  # fmt: skip
 _WINDOWS_LAST = {"cohere2moe": 4, "laguna": 4, "smallthinker": 4}
 _WINDOWS_LISTED = frozenset({"gemma4", "granite-swa", "maple", "mimo2", "spark2-5", "step35"})
-_WINDOW_TOKENS = {"llama4": 8192, "smallthinker": 4096}  # whatever the file says
+_WINDOW_TOKENS = {"llama4": 8192, "smallthinker": 4096}  # these override the file's value
 _RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
 _EVERY_FOURTH_ATTENDS = frozenset({"qwen35", "qwen35moe", "qwen3next", "minimax-01"})
 _ATTENDS_WITH_HEADS = frozenset(
@@ -42,20 +42,20 @@ _UNKNOWN = frozenset(
     {"deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy-v4", "dots3note", "minimax-m3", "qwen4exp",
      "hrm-text", "nanbeige", "exaone4"}
 )  # fmt: skip
-_STATE_BYTES = 4  # of a value of a recurrent state: always float32
-_DRAFT_STATE_BYTES = 16 * 2**20  # of the hidden states that are kept of a sequence for drafting
+_STATE_BYTES = 4  # per value of a recurrent state: always float32
+_DRAFT_STATE_BYTES = 16 * 2**20  # per sequence, for the hidden states that are kept for drafting
 _LEAST_STATES = 256
-_ASSISTANT_STATES = 32  # more than the draft tokens of a step; an assistant reads the last state
-# Vectors of a cell in the cache of an MTP layer's indexer: the key, and what it is pooled to.
+_ASSISTANT_STATES = 32  # more than a step drafts; an assistant reads only the last state
+# Vectors per cell in the cache of an MTP layer's indexer: the key and its pooled forms.
 _INDEX_ROWS = {"qwen4exp": 2, "glm5-next": 3}
-_WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of it
+_WINDOW_PAD = 256  # llama.cpp rounds the cells of window layers up to a multiple of this
 
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """The sizes in bytes of what llama.cpp allocates for a model's sequences, assuming flash attention.
+    """The sizes in bytes of the memory that llama.cpp allocates for a model's sequences with flash attention.
 
-    ``full``: a cell in the layers that see all tokens. ``window``: a cell in the layers that see the last
+    ``full``: a cell, in all layers that see all tokens. ``window``: a cell, in all layers that see only the last
     ``n_window`` tokens; 0 without such layers. ``state``: the recurrent state of one sequence, in all layers.
     """
 
@@ -108,7 +108,7 @@ def memory_sizes(
     try:
         return _Sizes(metadata, arch, n_layer, n_embd).parts(TYPE_BYTES[type_k], TYPE_BYTES[type_v])
     except (IndexError, ValueError, TypeError):
-        return None  # an array that is too short: llama.cpp refuses the file
+        return None  # an array is too short: llama.cpp refuses the file
 
 
 def draft_cell_bytes(metadata: Mapping[str, Any], n_layer: int, n_embd: int) -> int:
@@ -135,7 +135,7 @@ def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int, arch: str = "") ->
 
 
 def n_draft_states(n_ctx: int, width: int, arch: str = "") -> int:
-    """Return how many of a sequence's last states are always kept; up to twice as many may be."""
+    """Return how many of a sequence's last states are always kept. Up to twice as many may be kept."""
     if arch == ASSISTANT:
         return min(_ASSISTANT_STATES, n_ctx)
     return min(max(_DRAFT_STATE_BYTES // (2 * 4 * width), _LEAST_STATES), n_ctx)
@@ -146,7 +146,7 @@ class _Sizes:
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, n_layer: int, n_embd: int) -> None:
         self._metadata, self._arch, self._n_all, self._n_embd = metadata, arch, n_layer, n_embd
-        self._n_own = n_layer - self._one("nextn_predict_layers")  # the others are for drafting
+        self._n_own = n_layer - self._one("nextn_predict_layers")  # the other layers only draft
 
     def _one(self, key: str, default: int = 0) -> int:
         value = self._metadata.get(f"{self._arch}.{key}", default)
@@ -263,7 +263,7 @@ def stores_values(metadata: Mapping[str, Any]) -> bool:
 
 
 def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
-    """Return the sizes of the parts of a context for a model, on whatever devices its layers are. Any thread.
+    """Return the sizes of the parts of a context for a model, counting layers on every device. Any thread.
 
     Returns None if a size is not known (see ``memory_sizes``). Raises EngineClosedError when the model is closed.
     """
@@ -274,7 +274,7 @@ def model_sizes(model: Model, type_k: str, type_v: str) -> MemorySizes | None:
 
 
 def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None:
-    """Return the size in bytes of ``n_cells`` KV cells in all layers, on whatever devices they are.
+    """Return the size in bytes of ``n_cells`` KV cells, counting layers on every device.
 
     ``type_k`` and ``type_v`` are names in ``TYPE_BYTES``. Returns None if the metadata does not give the size, and for
     models with a recurrent state; see ``model_sizes``. Any thread.

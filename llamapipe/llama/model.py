@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from llamapipe.llama.projector import Projector
     from llamapipe.rpc import Workers
 
-# Options of ``Engine`` that other libraries pass when they load a model.
+# Options of ``Engine`` that other libraries take when they load a model.
 ENGINE_OPTIONS = ("n_ctx", "n_seq_max", "n_threads", "type_k", "type_v")
-TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same, of EngineTuning
-# Architectures whose graphs also look up rows of weights that are loaded for products: packed ones have none.
+TUNING_OPTIONS = ("n_batch", "n_ubatch", "n_threads_batch")  # the same for EngineTuning
+# Architectures whose graphs look up single rows of weights that also serve in products: packed weights have no rows.
 _READ_AS_ROWS = frozenset({"clef"})
-# Architectures that do something else in a batch with tokens and rows of images (llm_arch_supports_mixed_batch).
+# Architectures whose graphs do not support batches of tokens and image rows (llm_arch_supports_mixed_batch).
 _NO_MEDIA = frozenset({"cogvlm", "deepseek4", "granite-switch", "eagle3", "dflash", "gemma4-assistant"})
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 
@@ -90,7 +90,7 @@ class Model(Owner):
     - ``vocab_only``: load no weights, for tokenizing only.
     - ``chat_template``: replaces the file's template: Jinja source, or the path of a file with it.
     - ``rpc``: addresses of ``llamapipe rpc-worker``, such as ``"10.0.0.2:50052"``, whose devices get layers before the
-      local ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, this process ends, too.
+      local ``devices``. Connections are neither authenticated nor encrypted. If a worker ends, so does this process.
     - ``tool_calls``: ``"lenient"`` also reads an answer of plain JSON as tool calls; ``"strict"`` reads only what the
       chat template marks as a call.
     - ``kernels``: with ``"auto"``, weights on the CPU are packed for llamapipe's matrix kernels if it has one for their
@@ -104,15 +104,15 @@ class Model(Owner):
       there fits the model; it is loaded with the first image. Without one, messages can only have text. True: the same,
       or the file in the model's repository; it must exist. None, False or ``"off"``: none.
     - ``image_min_tokens``, ``image_max_tokens``: approximate limits of an image's tokens, or a tile's if the projector
-      tiles; for projectors that keep an image's proportions. None: the file's limits. Projectors with one size for all
-      images refuse these options if ``mmproj`` names a file, and otherwise log a warning.
+      tiles; only for projectors that keep an image's proportions. None: the file's limits. Projectors with one size for
+      all images refuse these options if ``mmproj`` names a file, and otherwise log a warning.
     - ``n_cpu_moe``: keep the experts of this many layers, from the first onward, on the CPU, even if the rest of the
       model is on a GPU. ``tensor_placement``: devices of other tensors, by regular expressions (``re.search``) for
       their names, such as ``{r"ffn_.*_exps": "CPU"}``; the first match counts. A pattern that matches no tensor is an
       error.
     - ``kv_overrides``: values that replace those in the file's metadata, by key; types must be the file's.
     - ``load_mtp``: also load the layers that predict the token after the next (MTP), if the file has some, for
-      ``Engine(draft="mtp")``. An engine that loads the model does so itself.
+      ``Engine(draft="mtp")``. An engine that is created from a path sets this option itself.
 
     A model has these attributes:
 
@@ -123,7 +123,7 @@ class Model(Owner):
       has no KV cells in addition.
     - ``n_mtp_layers``: the number of layers in the file that predict the token after the next. ``load_mtp``: whether
       they were loaded.
-    - ``is_causal``: False if tokens attend to later ones; engines refuse such models.
+    - ``is_causal``: False if tokens attend to later tokens; engines refuse such models.
     - ``devices``: the devices its layers may be placed on; the CPU if no GPU is used. ``n_cpu_expert_layers``: the
       number of layers whose experts were all placed on the CPU by options.
     - ``kernels``: the kernels for packed weights, such as ``"avx2"``; ``"ggml"`` if none are packed.
@@ -166,7 +166,7 @@ class Model(Owner):
         kv_overrides: Mapping[str, bool | int | float | str] | None = None,
         load_mtp: bool = False,
     ) -> None:
-        # 1. What `close` needs, whenever it comes.
+        # 1. The attributes that `close` needs; it may be called at any time.
         self._handle: Any = None
         self.projector: Projector | None = None
         self.no_projector = "was loaded without a projector"
@@ -176,7 +176,7 @@ class Model(Owner):
         self._children: dict[int, str] = {}
         self.adapters = ModelAdapters(self)
 
-        # 2. The options, before anything is read.
+        # 2. Check the options before anything is read.
         try:
             self.path, self.name = model_of(path) or (local_file(path), "")
         except TypeError:
@@ -206,18 +206,18 @@ class Model(Owner):
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
 
-        # 3. The file, before llama.cpp reads it.
+        # 3. Check the file before llama.cpp reads it.
         mark_cores()
         self._native = native()
         info = self._checked_file()
         self.architecture = info.architecture
         self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
-        # With arrays, which `metadata` lacks.
+        # Includes arrays, which `metadata` lacks.
         self.file_metadata = info.metadata
         self.is_causal = info.is_causal
         self.has_rank_head = info.has_rank_head
 
-        # 4. Where its tensors go, then the load.
+        # 4. Place the tensors and load the model.
         params = self._params(n_layers, split, gpu, mapped, locked)
         ffi, lib = self._native.ffi, self._native.lib
         overrides = native_kv(ffi, lib, {key: info.metadata[key] for key in self._kv_overrides})
@@ -239,7 +239,7 @@ class Model(Owner):
             self._load(info, params, progress, may_pack, folder)
             log_placement(info, placed)
 
-            # 5. What the loaded model tells, and the projector.
+            # 5. Read the loaded model's facts and set the projector.
             self._read_sizes()
             self._check_rope(info)
             if second is not None and not self.vocab_only:
@@ -262,7 +262,7 @@ class Model(Owner):
         return info
 
     def _connect(self, rpc: Sequence[str] | None) -> Sequence[Any]:
-        """Connect to workers and return their devices, which this model then owns. Raises BackendError."""
+        """Connect to workers and return their devices, which the model then owns. Raises BackendError."""
         if rpc is None:
             return []
         from llamapipe.rpc import Workers
@@ -297,7 +297,7 @@ class Model(Owner):
             if packs and folder is not None and not self.vocab_only:
                 from llamapipe.llama._packed_cache import PackedFile
 
-                # A load in a progress function must not wait for the one that called it.
+                # A load inside a progress function must not wait for the load that called the function.
                 cache = stack.enter_context(PackedFile(folder, info, may_wait=not is_loading()))
             is_found = cache is not None and cache.is_found
             packs = packs and (is_found or self._fits_memory(info))
@@ -386,7 +386,7 @@ class Model(Owner):
     def _set_projector(
         self, info: GgufInfo, mmproj: Path | str | bool, limits: tuple[int | None, int | None]
     ) -> None:
-        """Load the projector that ``mmproj`` names, or remember one that was found for it."""
+        """Load the projector that ``mmproj`` names, or remember the one in the model's folder for later."""
         from llamapipe.gguf.mmproj import check_mmproj, mmproj_beside
         from llamapipe.llama.projector import Projector
 
@@ -422,7 +422,7 @@ class Model(Owner):
     def _limits_of(
         self, mmproj: MmprojInfo, limits: tuple[int | None, int | None], is_asked: bool
     ) -> tuple[int | None, int | None]:
-        """Return the limits if the projector accepts them, else none. Raises ValueError instead if ``is_asked``."""
+        """Return the limits if the projector accepts them, else none. If ``is_asked``, raise ValueError instead."""
         if limits == (None, None):
             return limits
         try:
@@ -467,7 +467,7 @@ class Model(Owner):
     ) -> Model:
         """Load a model from the Hugging Face Hub (extra ``hub``).
 
-        It is downloaded once and then found in the Hub's cache.
+        The model is downloaded once; later calls use the Hub's cache.
 
         - ``repo_id``: ``"owner/name"``. ``filename``: a file, or a pattern such as ``"*Q4_K_M.gguf"`` that matches
           exactly one model; None if the repository has only one. A model that is split into several files counts as
@@ -476,8 +476,8 @@ class Model(Owner):
         - ``progress``: show progress bars. ``options``: as for ``Model``.
 
         ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the meaning that huggingface_hub gives
-        them. Raises ImportError without the extra, ValueError for a bad name, ModelLoadError if no model or several
-        match or the download fails, and whatever ``Model`` raises.
+        them. Raises ImportError without the extra, ValueError for a bad name, ModelLoadError if no model or more than
+        one matches or the download fails, and whatever ``Model`` raises.
         """
         from llamapipe.hub import model_file
 
@@ -519,7 +519,7 @@ class Model(Owner):
 
         ``path``: a file, or ``hf:OWNER/REPO/FILE.gguf`` on the Hugging Face Hub (extra ``hub``). ``name``: the name
         that requests use (``SamplingParams.adapter``); None: the name in the file's metadata, else the file's name.
-        Requests that do not name it are computed without it.
+        Requests that do not name the adapter are computed without it.
 
         Any thread, also while engines run. Raises ModelLoadError for a file that is missing, damaged, not a LoRA or
         made for another model; ValueError for a name that is taken; TypeError.
@@ -579,8 +579,8 @@ class Model(Owner):
         and whole other files are left out, in steps of up to 256 tokens, so that the prompts of a moving cursor begin
         alike. Names of control tokens in the texts stay text.
 
-        Any thread. Raises InvalidRequestError for a model without tokens for this and for an ``n_max`` that is too
-        small; TypeError, ValueError.
+        Any thread. Raises InvalidRequestError if the model has no tokens that mark a gap, and for an ``n_max`` that is
+        too small; TypeError, ValueError.
         """
         self.handle  # noqa: B018
         text = fim_text(prefix, suffix, extra, filename, order)
@@ -608,7 +608,7 @@ class Model(Owner):
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The Jinja source of the chat template in use: the given one, else the file's own, else None."""
+        """The Jinja source of the chat template in use, from the option ``chat_template`` or the file, or None."""
         if self._given_template is not None:
             return self._given_template
         ffi = self._native.ffi
@@ -653,11 +653,10 @@ class Model(Owner):
         return prompts.tokenize(messages, prompts.definitions(tools), add_generation_prompt, template_args)
 
     def save_tokenizer(self, folder: str | os.PathLike[str]) -> Path:
-        """Write tokenizer files to a folder, for programs that have their own tokenizer. Return the folder.
+        """Write tokenizer files to a folder, for programs that tokenize themselves. Return the folder.
 
-        ``tokenizer.json`` is the format of the ``tokenizers`` package. Such programs also read
-        ``tokenizer_config.json``, which has the chat template, and ``config.json``. Existing files are replaced
-        atomically.
+        The files are ``tokenizer.json`` (the format of the ``tokenizers`` package), ``tokenizer_config.json``, which
+        has the chat template, and ``config.json``. Existing files are replaced atomically.
 
         Any thread. Raises ValueError if ``tokenizer.json`` cannot express the vocabulary exactly; OSError.
         """
@@ -763,7 +762,7 @@ class Model(Owner):
 
 
 def warn_of_context(model: Model, n_ctx: int, rope: Rope = FROM_FILE) -> None:
-    """Log a warning if ``n_ctx`` exceeds both the training context and the context that positions are scaled to."""
+    """Log a warning if ``n_ctx`` exceeds both the training context and the context that positions are scaled for."""
     if n_ctx <= model.n_ctx_train:
         return
     if n_ctx > (most := rope.most_tokens(model)):
@@ -792,7 +791,7 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
 
     try:
         return cache_folder() / "packed"
-    except RuntimeError as error:  # there is no home folder: the user has no name, and HOME is not set
+    except RuntimeError as error:  # no home folder is known: the user has no name, and HOME is not set
         logging.getLogger("llamapipe").warning(
             "packed_cache: %s; packed weights stay in memory: give a folder, or set LLAMAPIPE_CACHE_DIR",
             error,
@@ -801,7 +800,7 @@ def _packed_folder(value: str | os.PathLike[str] | bool | None) -> Path | None:
 
 
 def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> None:
-    """Raise ValueError if with these options there can be no packed weights to map."""
+    """Raise ValueError if no packed weights can be mapped with these options."""
     for option, is_wrong in (
         (f"kernels={kernels!r}", kernels != "auto"),
         (f"use_mmap={use_mmap!r}", not use_mmap),

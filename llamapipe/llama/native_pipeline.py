@@ -1,4 +1,4 @@
-"""The native pipeline over a context. Open this file to change where output rows are kept and who waits for them."""
+"""Owns the native pipeline of a context. Open this file to change where rows are kept and who waits for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ANY_SIZE = 2**62
 def ring_slots(model: Model, ring: str, n_slots: int, keeps_windows: bool = False) -> int:
     """Return how many slots a context's ring gets: ``n_slots``, or 0 if outputs go through llama.cpp's own buffer.
 
-    ``keeps_windows``: window layers keep all cells.
+    ``keeps_windows``: layers with a sliding window keep all cells.
 
-    There is no ring on RPC workers. Its slots live as long as the pipeline object and would keep the connection open,
-    so a worker that ends would end this process even after everything is closed. Raises ValueError if a ring is
-    required there.
+    There is no ring on RPC workers. A ring's slots live as long as the pipeline object and would keep the connection
+    open; a worker that ends would then end this process even after the pipeline is closed. Raises ValueError if a ring
+    is required there.
     """
     choice_of("ring", ring)
     if model.on_workers:
@@ -40,9 +40,9 @@ def can_stage(model: Model, keeps_windows: bool) -> bool:
 
     Recurrent memories cut batches differently. With unified KV, sliding-window caches
     (``llama_kv_cache_iswa::init_batch``) try a second way if the first finds no cells. If window layers keep all cells,
-    they never have fewer free cells than the other layers, which need as many in both ways, so the second way fails as
-    well. The exception is a state that was restored while cells were shared: window layers may then have fewer free
-    cells, and a step that is cut in the second way fails.
+    they never have fewer free cells than the other layers, which need equally many cells in both ways; the second way
+    then fails as well. The exception is a state that was restored while cells were shared: window layers may then have
+    fewer free cells, and a step that is cut in the second way fails.
     """
     return not model.is_recurrent and (keeps_windows or not model.n_swa)
 
@@ -50,8 +50,8 @@ def can_stage(model: Model, keeps_windows: bool) -> bool:
 def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
     """Return whether the graph should sample. ``"auto"`` means: only if a real GPU computes.
 
-    A CPU, and so a software device, has better ways to find a row's candidates. Raises ValueError if the graph cannot
-    sample although it is required to.
+    On a CPU or a software device, llamapipe finds a row's candidates faster without the graph. Raises ValueError if the
+    graph cannot sample although it is required to.
     """
     choice_of("graph_sampling", choice)
     if choice == "on" and model.on_workers:
@@ -153,13 +153,13 @@ class NativePipeline(NotCopyable):
     def n_reused(self) -> int:
         """The number of times that llama.cpp has reused its last compute graph; after closing, the last count."""
         try:
-            # Otherwise it is being closed just now.
+            # If the lock is taken, another thread is closing the pipeline.
             if self._closing.acquire(blocking=False) and not self.context.closed:
                 self._n_reused = self.context.n_reused
         finally:
             try:  # noqa: SIM105  # calls of suppress() may be interrupted
                 self._closing.release()
-            except RuntimeError:  # not held
+            except RuntimeError:  # the lock is not held
                 pass
         return self._n_reused
 
@@ -183,7 +183,7 @@ class NativePipeline(NotCopyable):
     def close(self, drain: bool = True) -> None:
         """End the pipeline's threads and free its context; finished steps can still be read. Any thread."""
         self._closed = True
-        if self.context.forked:  # its threads are not in this process
+        if self.context.forked:  # the pipeline's threads are not in this process
             return
         if not drain:  # also when another thread is waiting for the drain
             self.native.lib.lp_pipeline_stop(self.handle)
@@ -194,7 +194,7 @@ class NativePipeline(NotCopyable):
             self.context.close()
 
     def __del__(self) -> None:
-        # Only now: another thread may have been about to use it when it was closed.
+        # Not in close(): another thread may have been about to use the handle then.
         if getattr(self, "_closed", False) and not self.context.forked:
             self._free(self.handle)
 
@@ -202,7 +202,7 @@ class NativePipeline(NotCopyable):
 class SavedCells(NotCopyable):
     """One saved copy of a sequence or of its state, made by ``SavedCells.of``.
 
-    One thread at a time; may outlive its pipeline.
+    Use it from one thread at a time. It may outlive its pipeline.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -224,7 +224,7 @@ class SavedCells(NotCopyable):
         return None if handle == module.ffi.NULL else cls(handle)
 
     def replace_by_state(self, pipeline: NativePipeline, seq_id: int) -> bool:
-        """Copy the state at a sequence's end into the same memory. If it returns False, the copy is useless."""
+        """Copy the state at a sequence's end into the same memory. If this returns False, the copy is useless."""
         is_saved: bool = self._lib.lp_save_state(pipeline.handle, seq_id, self.handle)
         self.n_bytes = int(self._lib.lp_saved_bytes(self.handle))
         return is_saved
@@ -247,7 +247,7 @@ class SavedCells(NotCopyable):
         return again
 
     def load_state(self, context: Context, seq_id: int, n: int) -> bool:
-        """Rewind a sequence to its first ``n`` positions, where this state was copied. Return False if it is empty now.
+        """Rewind a sequence to its first ``n`` positions, where this state was copied. Return False if that empties it.
 
         Raises DecodeError.
         """
@@ -288,9 +288,9 @@ class SavedCells(NotCopyable):
 
 
 def empty_states(pipeline: NativePipeline) -> tuple[bytes, bytes] | None:
-    """Return an empty sequence's full state, and the part that cannot be rewound. None on failure.
+    """Return the full state of an empty sequence, and its part that cannot be rewound; None on failure.
 
-    They show which parts this memory has. Call it before the first step.
+    The two show which parts this model's memory has. Call the function before the first step.
     """
     states = []
     for only_state in (False, True):
@@ -308,11 +308,11 @@ def engine_pipeline(context: Context, ring: str, depth: int | None) -> NativePip
     on_host = not context.has_ring or lib.lp_context_ring_in_host_memory(context.handle)
     if depth is None:
         depth = 1 if on_host else 2
-    # A recurrent memory may refuse to forget a part: the caller must learn of it immediately.
+    # A recurrent memory may refuse to forget a part of a sequence. The caller must learn of that immediately.
     threaded = depth > 1 and bool(on_host) and not context.model.is_recurrent
     n_slots = context.n_ring_slots if context.has_ring else depth + 1
     return NativePipeline(context, ring, depth, n_slots, threaded=threaded)
 
 
 class StepAbortedError(DecodeError):
-    """A step ended early because everybody who waited for it gave up."""
+    """A step ended early because all requests that waited for it were cancelled."""

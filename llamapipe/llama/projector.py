@@ -1,9 +1,9 @@
-"""The owner of libmtmd's encoder, with a cache of the images and sounds that it has prepared and encoded.
+"""Owns libmtmd's encoder and a cache of the images and sounds that it has prepared and encoded.
 
 Open this file to change how an image becomes rows of a prompt.
 
 A model's second file (``mmproj``) holds an encoder and a projector. They turn an image into rows that take the place of
-tokens in a prompt, with tokens of the text model between them. This takes two steps: preparing (``Projector.media``)
+tokens in a prompt, with tokens of the text model in between. This takes two steps: preparing (``Projector.media``)
 resizes and cuts the image, on the caller's thread; encoding, the costly step, runs on the engine's encoder thread.
 
 The cache is keyed by content and drops the least recently used entries. An image that recurs, in any prompt, is not
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from llamapipe.llama.model import Model
     from llamapipe.media.decode import Given
 
-_CACHE_BYTES = 2**28  # of rows and prepared pixels
-_LEAST_PIXELS = 2**22  # bytes of a tile that is not encoded yet
+_CACHE_BYTES = 2**28  # maximum size of the cached rows and prepared pixels
+_LEAST_PIXELS = 2**22  # minimum estimate, in bytes, of a chunk that is not encoded yet
 
 
 class MediaChunk:
     """Consecutive prompt rows of an image or a sound.
 
     ``n``: the number of rows. ``is_causal``: each row attends to earlier rows only; if False, to all rows. ``ids``:
-    negative numbers that stand for the rows in lists of tokens and depend only on the content. ``rows``: (n, n_embd),
-    float32; None until they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, if all rows
+    negative numbers that stand for the rows in lists of tokens and depend only on the content. ``rows``: float32, (n,
+    n_embd); None until they are encoded. ``grid``: the height and the width of each row, (n, 2), int32, if all rows
     share one position and the chunk takes ``n_positions``; else None.
     """
 
@@ -65,7 +65,7 @@ class MediaChunk:
         self.grid = grid
         self.n_positions = n_positions or n
         numbers = np.frombuffer(shake_256(digest + index.to_bytes(4, "little")).digest(8 * n), "<i8")
-        # 62 bits of each count: an image with the numbers of another would be a hash collision.
+        # Each number has 62 random bits: two images have equal numbers only if their hashes collide.
         self.ids: list[int] = (-1 - (numbers & (2**62 - 1))).tolist()
         self.rows: npt.NDArray[np.float32] | None = None
         self.lock = Lock()
@@ -92,7 +92,7 @@ class Media:
 
 
 class Projector:
-    """An encoder for one model, and its cache. Any thread; images are prepared in turn, and encoded one at a time.
+    """An encoder for one model, and its cache. Any thread. Images are prepared in turn, and encoded one at a time.
 
     Nothing is loaded before ``open`` or the first image. ``name``: libmtmd's names of the projector's kinds. ``sees``,
     ``hears``: whether it takes images, and sounds. ``image_tokens``: the file's limits on an image's tokens, if they
@@ -118,10 +118,10 @@ class Projector:
         self._model_handle = handle
         self._handle: Any = None
         self._is_closed = False
-        self._lock = Lock()  # of the cache
+        self._lock = Lock()  # guards the cache
         self._cache: OrderedDict[bytes, Media] = OrderedDict()
         self._opening = Lock()
-        # libmtmd prepares a sound in one call, in 13 ms per second of sound; images do not wait for it.
+        # libmtmd prepares a sound in one call, which takes 13 ms per second of sound. Images do not wait for sounds.
         self._turns = {"image": Turns(), "sound": Turns()}
         self._n_vocab = model.n_vocab
         self._n_embd: int = native.lib.llama_model_n_embd_inp(handle)
@@ -190,7 +190,8 @@ class Projector:
         if not (self.sees if source.kind == "image" else self.hears):
             what = "images" if source.kind == "image" else "sounds"
             raise InvalidRequestError(f"{source.place}: {self.path.name} takes no {what}")
-        # The digest includes the limits: with others, the same image has other rows, which must not get equal ids.
+        # The digest includes the limits: with different limits an image has different rows, which must have different
+        # ids.
         digest = sha256(source.digest() + repr(self.limits).encode() + owner).digest()
         if (hit := self._found(digest)) is not None:
             return hit
@@ -212,7 +213,7 @@ class Projector:
             return media
 
     def _bytes_of(self, media: Media) -> int:
-        """Return the size in bytes of the rows, or of the pixels they will be made from: at least 32 × 32 per row."""
+        """Estimate the size of rows in bytes; before they are encoded, of their pixels: 4 MiB and 32 × 32 per row."""
         n_bytes = 0
         for part in media.parts:
             if isinstance(part, MediaChunk):
@@ -269,7 +270,7 @@ class Projector:
         return MediaChunk(chunks, index, part.n_tokens, part.is_causal, digest, grid, n_positions)
 
     def encode(self, media: Any, n_threads: int) -> bool:
-        """Encode a chunk on this many CPU threads; False if it was encoded before. Raises DecodeError."""
+        """Encode a chunk on this many CPU threads. Return False if it was already encoded. Raises DecodeError."""
         assert isinstance(media, MediaChunk)
         with media.lock:
             if media.rows is not None:
@@ -293,7 +294,7 @@ class Projector:
     def close(self) -> None:
         """Free the encoder once no caller prepares an image. Close every engine of the model first.
 
-        Images that are being prepared fail with EngineClosedError at their next piece.
+        The preparation of an image stops with EngineClosedError at the image's next piece.
         """
         self._is_closed = True
         with ExitStack() as alone:

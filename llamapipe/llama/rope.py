@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from llamapipe.llama.model import Model
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
-# llama.cpp's numbers.
+# llama.cpp's numbers for the kinds of scaling.
 SCALINGS: Final = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 _LONG = "rope_factors_long.weight"
-_MOST_TOKENS = 2**31 - 1  # llama.cpp counts them in 32 bits
+_MOST_TOKENS = 2**31 - 1  # llama.cpp counts tokens in 32 bits
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Rope:
                 setattr(params, name, value)
 
     def fingerprint(self, model: Model, n_ctx: int) -> bytes:
-        """Return 16 bytes that differ for cells whose values are not interchangeable. Raises OSError.
+        """Return 16 bytes that differ between options whose cells are not interchangeable. Raises OSError.
 
         ``n_ctx``: positions that a sequence may have. If the file has two sets of factors, llama.cpp chooses one by
         this number (``get_rope_factors``).

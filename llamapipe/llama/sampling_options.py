@@ -1,4 +1,4 @@
-"""A request's sampling options, as the struct that native code reads."""
+"""Converts a request's sampling options to the struct that native code reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NUMBERS = tuple(option.name for option in OPTIONS if option.is_native)
 
 
 class Dry(NotCopyable):
-    """The DRY sampler's options with its sequence breakers looked up in a vocabulary, which takes a while.
+    """The DRY sampler's options. Creating them is slow: sequence breakers are looked up in the vocabulary.
 
     ``multiplier * base ** (length - allowed_length)`` is taken from the logit of a token that would lengthen a
-    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. It is freed with its last
-    reference or by ``close``; the vocabulary's model may be closed first.
+    repetition of the last ``last_n`` tokens to ``length``; repetitions end at ``breakers``. The object is freed with
+    its last reference or by ``close``; the vocabulary's model may be closed first.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Dry(NotCopyable):
         if handle == ffi.NULL:
             raise MemoryError(last_error(native()))
         self._handle = handle
-        # Shared by the chains of many requests, so it is freed with the last object that may make one.
+        # Many requests make chains with this object, so it is freed with the last object that refers to it.
         self._free = weakref.finalize(self, lib.lp_dry_free, handle)
 
     @property
@@ -64,7 +64,7 @@ class Dry(NotCopyable):
 class SamplingOptions(NotCopyable):
     """A native ``lp_sampling_options`` and the memory that it points to. Only grammars are checked here.
 
-    ``order``: see ``set_order``. ``numbers``: fields of the struct; the others are neutral. ``struct``: the native
+    ``order``: see ``set_order``. ``numbers``: fields of the struct; omitted fields are neutral. ``struct``: the native
     pointer; ``native/cdef/30_sampling.h`` says what each field means. One object may serve any number of chains.
     """
 
@@ -111,7 +111,7 @@ class SamplingOptions(NotCopyable):
         self.struct.n_bad_words = len(ends)
 
     def set_min_tokens(self, n: int, ends: Sequence[int]) -> None:
-        """Draw none of ``ends`` before ``n`` other tokens."""
+        """Forbid the tokens ``ends`` until ``n`` other tokens are drawn."""
         self._set_array("end_tokens", "int32_t[]", ends)
         self.struct.min_tokens, self.struct.n_end_tokens = n, len(ends)
 

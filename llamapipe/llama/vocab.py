@@ -1,4 +1,4 @@
-"""The vocabulary of a model: text to token ids and back.
+"""Wraps a model's vocabulary: converts text to token ids and back.
 
 A vocabulary belongs to its model and is freed with it. Ids and text are checked here, before llama.cpp sees them.
 """
@@ -23,9 +23,9 @@ from llamapipe.text.word_piece import WordPiece
 _CHUNK = 512  # pieces fetched per native call
 _INT32_MIN = -(2**31)
 _MAX_TEXT_BYTES = 2**30
-_UNKNOWN_IN_BERT = 100  # where a file does not say it, as in llama.cpp
-_PART = 2**11  # characters
-_LONG_BYTES = 2**12  # take so long that the interpreter's exit should wait
+_UNKNOWN_IN_BERT = 100  # the unknown token's id if the file has none, as in llama.cpp
+_PART = 2**11  # characters in a part of a long text
+_LONG_BYTES = 2**12  # the interpreter's exit waits for the tokenizing of longer texts
 
 
 class FimTokens(NamedTuple):
@@ -47,7 +47,8 @@ class Vocab(NotCopyable):
 
     ``n_vocab``: number of tokens; ids are 0 to ``n_vocab - 1``. ``bos``, ``eos``, ``eot``, ``sep``: ids, or None.
     ``add_bos``: the model wants a BOS before a text; ``add_eos``, ``add_sep``: it wants an EOS or SEP after it.
-    ``eog_tokens``: ids that end generation. ``fim_tokens``: for filling in the middle, None if the model has none.
+    ``eog_tokens``: ids that end generation. ``fim_tokens``: the tokens for filling in the middle; None if the model has
+    none.
 
     Any thread, until the model is closed. After that, methods other than ``is_eog`` raise EngineClosedError; the
     attributes stay.
@@ -170,9 +171,9 @@ class Vocab(NotCopyable):
         return self._joined(parts, with_special, parse)
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Split a text for llama.cpp's SPM tokenizer, whose time grows with the square of unknown characters.
+        """Split a text for llama.cpp's SPM tokenizer, whose time is quadratic in the number of unknown characters.
 
-        With the bundled model it took 24 s for 250,000 emoji. A text is cut only before characters that occur in tokens
+        With the bundled model, 250,000 emoji took 24 s. A text is cut only before characters that occur in tokens only
         at the beginning or not at all. So no token spans a cut, and the parts have the same tokens as the whole text.
         """
         start = 0
@@ -183,7 +184,7 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _cuts(self) -> re.Pattern[str]:
-        """The places where a text can be cut: before a character that occurs in tokens first or not at all.
+        """The places where a text can be cut: before a character that occurs in tokens only first or not at all.
 
         A text is not cut after a control token or white space, because llama.cpp may add a space there.
         """
@@ -232,7 +233,7 @@ class Vocab(NotCopyable):
 
     @cached_property
     def _word_piece(self) -> WordPiece | None:
-        """The tokenizer of a BERT vocabulary, unless some of its tokens are matched in a text before it is split."""
+        """The tokenizer of a BERT vocabulary; None if some of its tokens are matched in a text before it is split."""
         lib, handle = self._native.lib, self.handle
         pieces: dict[str, int] = {}
         for token in range(self.n_vocab):

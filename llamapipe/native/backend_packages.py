@@ -22,7 +22,7 @@ NAMES = ("cuda", "vulkan")
 
 @dataclass(frozen=True)
 class BackendPackage:
-    """An installed package. ``build``: the record of its build (version, commit, identity of the source)."""
+    """An installed backend package. ``build``: the record of its build (version, commit, identity of the source)."""
 
     backend: str
     folder: Path
@@ -45,7 +45,7 @@ class BackendPackage:
 
     @property
     def commit(self) -> str:
-        """The commit of llama.cpp that it was built from, shortened."""
+        """The abbreviated llama.cpp commit that the package was built from."""
         return str(self.build.get("llama_cpp_commit", "unknown"))[:9]
 
     def problem(self, core: Mapping[str, Any]) -> str:
@@ -87,8 +87,8 @@ def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
 
 
 def _find(backend: str) -> BackendPackage | None:
-    spec = find_spec(f"llamapipe_{backend}")  # a top-level name: nothing is imported
-    if spec is None or spec.origin is None:  # without an __init__.py it is another folder with this name
+    spec = find_spec(f"llamapipe_{backend}")  # a top-level name, so nothing is imported
+    if spec is None or spec.origin is None:  # a folder without an __init__.py is not our package
         return None
     folder = Path(spec.origin).parent
     try:

@@ -22,7 +22,7 @@ from llamapipe.native.backend_packages import BackendPackage, installed, usable
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
-# The fix for a build for another processor. Without --no-cache-dir, pip may take the same wheel again.
+# The command that fixes a build for another processor. Without --no-cache-dir, pip may reuse the same wheel.
 REBUILD = (
     "build it on this machine: `pip install --no-cache-dir --force-reinstall .` in a clone, or `python build_native.py "
     "--backend cpu --clean` in the source tree"
@@ -33,11 +33,11 @@ _lock = Lock()
 _module: Any = None
 _not_loaded: dict[str, str] = {}
 _LOG_BYTES = 512
-_CHUNK_BYTES = 4096  # the kernel writes a record of one core at a time: a small read does not ask all cores
+_CHUNK_BYTES = 4096  # the kernel formats one core's record at a time, so a small read skips the other cores
 
 
 def build_info() -> dict[str, Any]:
-    """Return the build's own record (commit, flags, backends, CPU features); empty if the file is missing."""
+    """Return the record of the build (commit, flags, backends, CPU features); empty if the file is missing."""
     import json
 
     try:
@@ -48,7 +48,7 @@ def build_info() -> dict[str, Any]:
 
 
 def has_gpu_backend() -> bool:
-    """Return whether this build or an installed package has a backend other than the CPU's. Loads nothing."""
+    """Return whether this build or an installed package has a backend other than the CPU. Loads nothing."""
     return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed())
 
 
@@ -68,7 +68,7 @@ def native() -> Any:
 
 
 def backends_not_loaded() -> dict[str, str]:
-    """Return the backends of packages that could not be loaded, with the reasons. Call it after ``native()``."""
+    """Return the packaged backends that could not be loaded: name to reason. Call it after ``native()``."""
     return dict(_not_loaded)
 
 
@@ -120,7 +120,7 @@ def has_module(folder: Path) -> bool:
 
 def _is_sub_interpreter() -> bool:
     """Return whether this is a sub-interpreter, which callbacks from C would not reach."""
-    for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
+    for name in ("_interpreters", "_xxsubinterpreters"):  # the names since Python 3.13, and before
         try:
             module = import_module(name)
         except ImportError:
@@ -171,7 +171,7 @@ def _load() -> Any:
 
 
 def _library_folder() -> AbstractContextManager[object]:
-    """Let Windows find the module's libraries. On other systems the module itself has their location."""
+    """Let Windows find the module's libraries. On other systems the module itself stores their location."""
     if sys.platform == "win32":
         return os.add_dll_directory(str(LIB_DIR))
     return nullcontext()
@@ -196,22 +196,21 @@ def _shadowed() -> Path | None:
     return None
 
 
-# How llama.cpp's messages about an aborted step end. It is aborted by us: its requests were cancelled.
+# The ends of llama.cpp's messages about an aborted step. llamapipe aborts a step if its requests were cancelled.
 _ABORTED = (
     "graph_compute_async failed with error 1",
     "failed to compute graph, compute status: 1",
     "failed to decode, ret = 2",
-    ", +inf)",  # the cells that it removes then
+    ", +inf)",  # the message about the cells that llama.cpp then removes
 )
-# llama.cpp's warning that an Embedder's pooling is not the model's default, where the model has none (-1). An Embedder
-# always chooses a pooling, so nothing is contradicted. Where a model has a default, the warning stays.
+# llama.cpp's warning that an Embedder's pooling is not the default, if the model has no default (-1). An Embedder
+# always chooses a pooling, so the warning is wrong. If the model has a default, the warning is logged.
 _NO_DEFAULT = "model default pooling_type is [-1], but ["
-# A warning for each tensor of an adapter whose base is packed: the adapter's own tensor stays as it is, which is
-# intended.
+# A warning for each adapter tensor whose base tensor is packed. The adapter's own tensor stays unpacked, as intended.
 _PLAIN_ADAPTER = "cannot use buft 'CPU_"
 # A warning about a token such as </s> that a file lists as plain text: llama.cpp makes it a control token.
 _TOKEN_MENDED = "its type will be overridden"
-# Warnings about the layers of an assistant, which share its model's cells, as intended.
+# Warnings that an assistant's layers share the cells of its target model, which is intended.
 _SHARED = ("sharing with layer", "to match the shared source cache")
 _HARMLESS = (_NO_DEFAULT, _PLAIN_ADAPTER, *_SHARED)
 
@@ -244,7 +243,7 @@ def drain_log(module: Any) -> list[str]:
     severity = logging.DEBUG
     while (n := lib.lp_log_next(text, _LOG_BYTES, level)) >= 0:
         if level[0] != lib.GGML_LOG_LEVEL_CONT:
-            # llama.cpp logs a page of INFO per model, which a library should log as DEBUG
+            # llama.cpp logs a page of INFO per model; a library should log that as DEBUG
             severity = severities.get(level[0], logging.DEBUG)
         line = ffi.buffer(text, n)[:].decode("utf-8", "replace").rstrip()
         if not line.strip("."):

@@ -8,14 +8,14 @@ from llamapipe._messages import INSTEAD, unknown_attribute
 
 
 class NotCopyable:
-    """A base that forbids copying and pickling, so memory is freed once. A misspelt attribute raises with a hint."""
+    """A base that forbids copying and pickling, so memory is freed once. Misspelt attributes raise with a hint."""
 
     __slots__ = ()
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError: no attribute of this name was found."""
+            """Raise AttributeError with a hint. Python calls this if there is no attribute of this name."""
             if name.startswith("_") or hasattr(type(self), name):  # private, or a property that raised
                 return object.__getattribute__(self, name)
             place = next((base.__name__ for base in type(self).__mro__ if base.__name__ in INSTEAD), "")

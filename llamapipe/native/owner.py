@@ -1,4 +1,4 @@
-"""The base classes of objects that must be closed: ``with``, and the warning about an object that was never closed."""
+"""Base classes of objects that must be closed: they support ``with`` and warn about objects that were never closed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _O = TypeVar("_O", bound="Owner")
 
 
 class Owner(NotCopyable):
-    """An object that must be closed; ``with`` closes it. A ResourceWarning names an object that never was."""
+    """An object that must be closed; ``with`` closes it. A ResourceWarning names an object that was never closed."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Free it; a second call does nothing."""
+        """Free the object; a second call does nothing."""
         raise NotImplementedError
 
     def _is_left_open(self) -> bool:
-        """Return whether the destructor must warn. Also called if ``__init__`` did not return."""
+        """Return whether the destructor must warn. It also asks if ``__init__`` did not return."""
         return False
 
     def _abandon(self) -> None:
-        """Do the destructor's work after the warning."""
+        """Free what the destructor may free, after the warning."""
 
     def __enter__(self: _O) -> _O:
         return self
@@ -52,7 +52,7 @@ class DrainingOwner(Owner):
     __slots__ = ()
 
     def close(self, drain: bool = True) -> None:
-        """Free it, as ``Owner.close`` does. ``drain``: finish waiting work first; otherwise it fails."""
+        """Free the object, as ``Owner.close`` does. ``drain``: finish waiting work first; if False, that work fails."""
         raise NotImplementedError
 
     def __exit__(

@@ -1,8 +1,8 @@
 """Estimates a request's cost on each replica: the part of its prompt not yet computed there, and the load.
 
-Pure: it uses neither Ray nor clocks. Requests go from the HTTP process to a replica, and are routed by the bytes of
-their prompts. KV cells also depend on the adapters and the salt, so each prompt has an owner: the request's adapters
-with their scales, and its salt. Prompts of different owners share no chunks.
+This module is pure: it uses neither Ray nor clocks. Requests go from the HTTP process to a replica, and are routed by
+the bytes of their prompts. KV cells also depend on the adapters and the salt, so each prompt has an owner: the
+request's adapters with their scales, and its salt. Prompts of different owners share no chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from llamapipe.params import SamplingParams
 
-_PROMPTS = ("messages", "prompt", "input", "content")  # of OpenAI's and Anthropic's APIs, and of tokenizing
+_PROMPTS = ("messages", "prompt", "input", "content")  # fields in all APIs and for tokenizing
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AdapterNames(NamedTuple):
 
     ``names``: the names that requests use, LoRAs first, in the order of the numbers in the field ``lora``.
     ``activated``: the activated LoRAs among them. Up to the invocation, which usually ends a prompt, a request for such
-    a LoRA shares the cells of requests without the adapter, so it is routed as one of these.
+    a LoRA shares the cells of requests without the adapter, so it is routed like a request without the adapter.
     """
 
     names: Sequence[str] = ()
@@ -68,7 +68,7 @@ def prompt_and_owner(
 ) -> tuple[bytes, bytes]:
     """Return the prompt of a replica's call, as bytes that begin alike if prompts do, and the owner of its cells.
 
-    The prompt is empty if there is none; the owner is empty for the model alone without a salt. ``arguments``: an
+    The prompt is empty if the call has none; the owner is empty without adapters and salt. ``arguments``: an
     ``HttpRequest``; or a text, token ids or messages, with ``SamplingParams``. ``options``: arguments by name, which
     may include ``SamplingParams``.
     """
@@ -101,12 +101,12 @@ def _choice(body: Mapping[str, Any], adapters: AdapterNames) -> object:
     """Return the adapters that a body names as its model or by number, in the form of ``SamplingParams.adapter``."""
     model = body.get("model")
     if isinstance(model, str):
-        for name in (model, model.removesuffix(":latest")):  # Ollama's clients may append it
+        for name in (model, model.removesuffix(":latest")):  # Ollama's clients may append this suffix
             if name in adapters.names:
                 return name
     try:
         return {adapters.names[lora["id"]]: lora.get("scale", 1.0) for lora in body.get("lora") or ()}
-    except (TypeError, LookupError):  # the replica refuses it
+    except (TypeError, LookupError):  # the replica refuses the request
         return None
 
 
@@ -169,15 +169,15 @@ class _Routed(Generic[R]):
 class PrefixCosts(Generic[R]):
     """The prefixes and the open work of each replica, as this router knows them. One thread.
 
-    ``n_remembered_bytes``: how many bytes of the most recent prompts are remembered for each replica; about as much as
-    fits into its KV cells. ``request_bytes``: the cost of a request's generated tokens, in bytes of prompt. Prompt
-    bytes stand for tokens, because a router has no tokenizer and only compares costs.
+    ``n_remembered_bytes``: how many bytes of the most recent prompts are remembered for each replica; choose about as
+    much as fits into its KV cells. ``request_bytes``: the cost of a request's generated tokens, in bytes of prompt.
+    Prompt bytes stand for tokens, because a router has no tokenizer and only compares costs.
     """
 
     def __init__(self, n_remembered_bytes: int = 2**18, request_bytes: int = 1024) -> None:
         self._most_chunks = max(n_remembered_bytes // CHUNK_BYTES, 1)
         self._request_bytes = request_bytes
-        self._known: dict[R, OrderedDict[int, None]] = {}  # chunks, the most recent last
+        self._known: dict[R, OrderedDict[int, None]] = {}  # numbers of chunks, the most recent last
         self._routed: dict[str, _Routed[R]] = {}
         self._load: dict[R, int] = {}
         self._n_running: dict[R, int] = {}
@@ -220,7 +220,7 @@ class PrefixCosts(Generic[R]):
         self._load[replica] = self._load.get(replica, 0) + cost
         self._n_running[replica] = self._n_running.get(replica, 0) + 1
         known = self._known.setdefault(replica, OrderedDict())
-        # From the end: the first chunks, which others may share, are forgotten last.
+        # From the end, so that the first chunks, which other prompts may share, are forgotten last.
         for chunk in reversed(chunks[: self._most_chunks]):
             known[chunk] = None
             known.move_to_end(chunk)

@@ -1,7 +1,7 @@
-"""Batch jobs with Ray Data: ``complete`` answers a dataset's rows with a pool of engines.
+"""Runs batch jobs with Ray Data: ``complete`` answers a dataset's rows with a pool of engines.
 
-``Completer`` is the class of its actors, for ``Dataset.map_batches``. Rows become records of a batch job, and answers
-become columns.
+``Completer`` is the class of the pool's actors, for ``Dataset.map_batches``. Rows become records of a batch job, and
+answers become columns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RowFormat:
     """The columns that a row's request is made from, and the columns of its answer.
 
     - ``prompt``: a column of texts or of lists of token ids; or a template such as ``"Translate: {text}"``.
-    - ``messages``: a column of conversations instead of ``prompt``: lists of objects, or JSON.
+    - ``messages``: instead of ``prompt``, a column of conversations: lists of objects, or JSON.
     - ``options``: a column with a row's options of ``SamplingParams``: objects, or JSON. Null means no options.
     - ``params``: options for rows that do not set them. ``prefix``: precedes the name of each added column.
 
@@ -99,7 +99,7 @@ class RowFormat:
 
     @property
     def added(self) -> dict[str, arrow.DataType]:
-        """The columns of answers, without the prefix. They are the same for all rows of a job."""
+        """The columns of answers and their types, without the prefix. They are the same for all rows of a job."""
         columns = dict(_COLUMNS)
         if self.messages is not None:
             columns |= _CHAT_COLUMNS
@@ -175,7 +175,7 @@ def _loaded(value: object) -> Any:
 
 
 def _options(value: object) -> dict[str, Any]:
-    """Return the options of a row. In a table every row has every field, so a null means that an option is not set."""
+    """Return the options of a row. Every row of a table has every field, so a null means that an option is not set."""
     options = _loaded(value)
     if options is None:
         return {}
@@ -197,7 +197,7 @@ class Completer:
     """Answers batches of rows and adds a column for each part of the answers, including ``error``.
 
     A row that is bad or fails has a text in ``error`` and nulls in the other columns; other rows are not affected.
-    ``complete`` is the short way. Use the class with ``map_batches`` for options of Ray that ``complete`` lacks::
+    ``complete`` is shorter. Use the class with ``map_batches`` for options of Ray that ``complete`` lacks::
 
         ds.map_batches(
             Completer,
@@ -254,9 +254,9 @@ class Completer:
 
 
 _ROWS_PER_TASK = 128
-# Tasks of one actor at once: the rows of the next ones keep the engine full while the last rows of one are computed.
+# Concurrent tasks of an actor: rows of later tasks keep the engine full while the last rows of a task are computed.
 _TASKS_PER_ACTOR = 4
-# A job that is continued also needs a CPU for its filter of rows, which is an actor, and one for reading.
+# A job that is continued also needs a CPU for the actor that filters rows, and another CPU for reading.
 _OTHER_CPUS = 2
 _log = logging.getLogger("llamapipe.ray")
 
@@ -277,11 +277,12 @@ def complete(
     num_cpus: float | None = None,
     num_gpus: float | None = None,
 ) -> Dataset:
-    """Return the dataset with the answer to each row. It is lazy, and streamed while it is read or written.
+    """Return the dataset with the answer to each row. The result is lazy: rows are computed as it is read or written.
 
     Rows keep their columns. The columns ``text``, ``finish_reason``, ``seed``, ``n_prompt_tokens``,
     ``n_completion_tokens`` and ``error`` are added, and for conversations also ``reasoning`` and ``tool_calls`` (JSON).
-    A row that is bad or fails has a text in ``error``, and the job continues. It ends with an error if an engine fails.
+    A row that is bad or fails has a text in ``error``, and the job continues. If an engine fails, the job ends with an
+    error.
 
     - ``prompt``: a column of texts or of lists of token ids; or a template such as ``"Translate: {text}"``.
       ``messages``: a column of conversations instead (extra ``chat``).
@@ -291,13 +292,13 @@ def complete(
     - ``actors``: the number of actors, each with its own engine, or a pair of the fewest and the most.
     - ``checkpoint``: a folder that all machines see, or a ``CheckpointConfig``. Running the same program again resumes
       a job that was stopped for any reason: rows that ``write_parquet`` or other methods have written to files are not
-      computed again, and each row is written once. It needs ``id``, and a dataset that is read from files.
+      computed again, and each row is written once. A checkpoint needs ``id``, and a dataset that is read from files.
     - ``id``: the column that identifies a row: a text or a number, unique in the dataset.
     - ``prefix``: precedes the names of added columns.
-    - ``rows_per_task``: how many rows are sent to an actor together, and computed again if it is killed; default: 128,
-      or the engine's ``n_seq_max`` if that is more. Each actor runs four tasks at once.
-    - ``num_cpus``, ``num_gpus``: how many Ray reserves for an actor. An actor computes on at most ``num_cpus`` cores;
-      None: Ray reserves one, and the engines on a machine divide its cores.
+    - ``rows_per_task``: how many rows are sent to an actor together, and computed again if the actor is killed;
+      default: 128, or the engine's ``n_seq_max`` if that is more. Each actor runs four tasks at once.
+    - ``num_cpus``, ``num_gpus``: how many CPUs and GPUs Ray reserves for an actor. An actor computes on at most
+      ``num_cpus`` cores; None: Ray reserves one, and the engines on a machine divide its cores.
 
     An actor that dies is restarted with its tasks. Raises TypeError and ValueError for wrong arguments, ImportError
     without the extra ``ray``.
@@ -354,7 +355,7 @@ def mapped(
     from ray.data import ActorPoolStrategy
 
     least, most = actors
-    # Blocks of a file are large: without this, thousands of rows would be one task of one actor.
+    # Blocks of a file are large: unless they are split, thousands of rows would be a single task.
     return ds.repartition(target_num_rows_per_block=n_rows).map_batches(
         kind,
         fn_constructor_kwargs=dict(arguments),

@@ -1,7 +1,7 @@
-"""``Ingress``: takes HTTP requests, hands each to a replica, and reports when the replica dies.
+"""Defines ``Ingress``, which takes HTTP requests, hands each to a replica, and reports when the replica dies.
 
-It is a separate process: when a replica is killed, its output just stops. Only another process can tell the client that
-the text is incomplete.
+The ingress is a separate process. When a replica is killed, its output just stops. Only another process can tell the
+client that the text is incomplete.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Ingress:
         """Return the answer once it has begun."""
         begun = await anext(messages)
         start, rest = begun[0], begun[1:]
-        # Serve gives its answers the id of the request, which is also the one that the replica used.
+        # Ray Serve adds the request's id to its answers; the replica has used the same id.
         headers = [(name, value) for name, value in start["headers"] if name != b"x-request-id"]
         is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
         if not is_stream:
@@ -111,7 +111,7 @@ def _joined(messages: list[dict[str, Any]]) -> bytes:
 
 
 def _api_error(error: Exception) -> ApiError | None:
-    """Return the answer for an error of Ray's; None for an unexpected error."""
+    """Return the answer for one of Ray's errors; None for an unexpected error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RayActorError):

@@ -1,4 +1,4 @@
-"""``PrefixCostRouter``: chooses the replica that has the least work until a request is done."""
+"""Defines ``PrefixCostRouter``, which chooses the replica that has the least work until a request is done."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
 
     The cost is the part of the prompt that a replica has not computed, plus its pending work. So requests that begin
     alike go to one replica until waiting there costs more than computing the prefix again on another one. The router
-    assumes that a replica has the prefixes it sent there, with the same adapters and ``cache_salt``.
+    assumes that a replica has the prefixes that were routed to it with the same adapters and ``cache_salt``.
 
-    ``deployment`` uses it; for your own deployment, pass the class in ``RequestRouterConfig``.
+    ``deployment`` uses this router; for your own deployment, pass the class in ``RequestRouterConfig``.
     ``request_router_kwargs``: ``n_remembered_bytes``, ``request_bytes``; see ``llamapipe.ray._costs.PrefixCosts``.
     ``adapters``, ``activated``: names that requests over HTTP use as models; see ``llamapipe.ray._costs.AdapterNames``.
     """
@@ -61,10 +61,10 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         n_queued = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
         ranked = self._costs.ranked(by_id, len(prompt), chunks, n_queued)
         if pending_request is not None and ranked:
-            # Noted now: requests that come at the same time must see each other.
+            # Recorded now: the costs of concurrent requests must include each other.
             self._costs.route(pending_request.metadata.internal_request_id, ranked[0], len(prompt), chunks)
             pending_request.future.add_done_callback(partial(self._cancelled, pending_request))
-            # None may take it now: then all are tried again, a little later.
+            # If no replica can take the request now, all replicas are tried again a little later.
             pending_request.routing_context.should_backoff = True
         return [[by_id[name]] for name in ranked]
 

@@ -1,4 +1,4 @@
-"""Services with Ray Serve: ``deployment`` and ``openai_app``, with an engine in each replica.
+"""Runs services with Ray Serve: ``deployment`` and ``openai_app``, with an engine in each replica.
 
 ``EngineReplica`` is the class of a deployment; any number of requests can call it at once.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 Message = MutableMapping[str, Any]
-_MOST_WAITING = 256  # messages of an answer that were not sent yet
+_MOST_WAITING = 256  # maximum number of messages of an answer that wait to be sent
 
 
 class EngineReplica:
@@ -121,13 +121,13 @@ class EngineReplica:
         except Exception:
             await messages.put(None)
             raise
-        # Not after a cancellation: then nothing is read any more, and there may be no room.
+        # Not after a cancellation: messages are then no longer read, and the queue may be full.
         await messages.put(None)
 
     async def check_health(self) -> None:
         """Raise if the engine is closed. Ray Serve replaces a replica that raises here or does not answer in time.
 
-        It waits until the engine's step has ended, so it also detects an engine that hangs.
+        The check waits until the engine's step has ended, so it also detects an engine that hangs.
         """
         if self.engine.closed:
             raise RuntimeError(f"{self.engine!r} is closed")
@@ -155,7 +155,7 @@ def deployment(
     autoscaling: Mapping[str, object] | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Application:
-    """Make a Ray Serve deployment with an engine in each replica, for ``serve.run`` or another application.
+    """Create a Ray Serve deployment with an engine in each replica, for ``serve.run`` or another application.
 
     A handle has the methods ``generate`` and ``chat``, and with ``options(stream=True)`` also ``stream`` and
     ``stream_chat``. They have the arguments and results of the engine's methods. ``openai_app`` serves HTTP.
@@ -163,10 +163,10 @@ def deployment(
     - ``replicas``: the number of replicas, or a pair of the fewest and the most. With a pair, Serve adds replicas when
       a replica has more than ``target_ongoing_requests`` requests on average, by default the engine's ``n_seq_max``.
       ``autoscaling``: more fields of Serve's ``AutoscalingConfig``, such as ``{"upscale_delay_s": 5}``.
-    - ``max_ongoing_requests``: how many requests a replica gets at once; default: four times ``n_seq_max``. More
-      requests wait for a replica, up to ``max_queued_requests`` for each handle.
-    - ``num_cpus``, ``num_gpus``: how many Ray reserves for a replica. A replica computes on at most ``num_cpus`` cores;
-      None: Ray reserves one, and the replicas on a machine divide its cores.
+    - ``max_ongoing_requests``: how many requests a replica gets at the same time; default: four times ``n_seq_max``.
+      More requests wait for a replica, up to ``max_queued_requests`` for each handle.
+    - ``num_cpus``, ``num_gpus``: how many CPUs and GPUs Ray reserves for a replica. A replica computes on at most
+      ``num_cpus`` cores; None: Ray reserves one, and the replicas on a machine divide its cores.
     - ``settings``: the limits and names of the HTTP routes.
     - ``options``: more arguments of ``serve.deployment``, such as ``{"health_check_period_s": 5}``.
 
@@ -232,7 +232,7 @@ def openai_app(
     n_ingress: int = 1,
     **options: Any,
 ) -> Application:
-    """Make a Ray Serve application with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
+    """Create a Ray Serve application with all routes of ``llamapipe serve``, for OpenAI's and Anthropic's clients.
 
     Run it with ``serve.run(openai_app(spec), route_prefix="/")``. ``options``: as for ``deployment``. ``n_ingress``:
     the number of processes that take HTTP requests and hand them to the replicas. If a replica dies, its streams end

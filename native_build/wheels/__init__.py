@@ -1,1 +1,1 @@
-"""What ``nox -s wheel`` and ``nox -s release`` run: packs wheels for other machines, tries them, compares builds."""
+"""Packs wheels for other machines, tries them and compares builds, for ``nox -s wheel`` and ``nox -s release``."""

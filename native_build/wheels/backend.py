@@ -1,9 +1,9 @@
-"""Packs one backend module into a wheel of its own: ``llamapipe-vulkan`` or ``llamapipe-cuda``.
+"""Packs one backend module into a separate wheel: ``llamapipe-vulkan`` or ``llamapipe-cuda``.
 
 ``python -m native_build.wheels.backend vulkan FOLDER [--cuda-architectures LIST] [--source DIR]``
 
-The wheel holds the module, a record of its build and the licences. It serves every Python, because nothing in it uses
-Python's ABI. Its version is that of the llamapipe that it belongs to, and it requires exactly that one.
+The wheel holds the module, a record of its build and the licences. It works with every Python, because nothing in it
+uses Python's ABI. It has the same version as the llamapipe that it belongs to, and requires exactly that version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from native_build.toolchain import find_compilers, find_tool
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs by backend: words for people, packages to depend on, where these have their libraries."""
+    """The differences between backends: descriptions, required packages, and the folders of their libraries."""
 
     title: str
     requirements: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: llamapipe\nRoot-Is-Purelib: false\nTag:
 
 
 def project_version() -> str:
-    """The version of llamapipe, read from its source without importing it."""
+    """Return the version of llamapipe, read from its source without importing it."""
     text = (PROJECT / "llamapipe" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     if match is None:
@@ -92,9 +92,9 @@ def project_version() -> str:
 
 
 def build_backend_wheel(options: BuildOptions, folder: Path, say: Callable[[str], None]) -> Path:
-    """Build the one backend of ``options`` beyond the CPU's and pack it. Raises BuildError."""
+    """Build and pack the only backend of ``options`` other than the CPU. Return the wheel. Raises BuildError."""
     (backend,) = options.accelerators
-    options = replace(options, media=False)  # the wheel of the package has libmtmd
+    options = replace(options, media=False)  # llamapipe's own wheel has libmtmd
     compilers = find_compilers()
     accelerators = find_accelerators(options, compilers)
     recipe = Recipe(options, find_source(options.source, say), compilers)
@@ -107,13 +107,13 @@ def build_backend_wheel(options: BuildOptions, folder: Path, say: Callable[[str]
         "llama_cpp_identity": recipe.source.identity,
         **accelerators[0].identity,
     }
-    if backend == "vulkan":  # a folder of this machine
+    if backend == "vulkan":  # do not record a folder of this machine
         build.pop("sdk")
     return pack(module, llama_cpp_licence(recipe.source.path), build, int(major[1]) if major else 0, folder)
 
 
 def pack(module: Path, licence: str, build: dict[str, str], major: int, folder: Path) -> Path:
-    """Write the wheel of one backend module; ``major``: the version of CUDA, where there is one."""
+    """Write the wheel of one backend module and return its path. ``major``: the major version of CUDA, if any."""
     backend, version = build["backend"], build["version"]
     kind = KINDS[backend]
     tag = "py3-none-" + re.sub(r"[.-]", "_", sysconfig.get_platform())
@@ -151,7 +151,7 @@ def _set_search_path(module: Path, folders: list[str]) -> None:
 
 
 def main() -> int:
-    """Build one wheel and print its path."""
+    """Build one wheel and print its path. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m native_build.wheels.backend", description=__doc__)
     parser.add_argument("backend", choices=sorted(KINDS))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""Checks what is to be released and writes its hashes: ``python -m native_build.wheels.check FOLDER``."""
+"""Checks the files of a release and writes their hashes: ``python -m native_build.wheels.check FOLDER``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMS = "SHA256SUMS"
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """What is wrong with the archives in ``folder``: contents, metadata, versions."""
+    """Yield the problems of the archives in ``folder``: contents, metadata, versions."""
     version = project_version()
     settings = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     for backend in KINDS:
@@ -54,7 +54,7 @@ def _wheel_problems(wheel: str, names: list[str]) -> Iterator[str]:
 
 
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The files in a wheel or source archive: names and contents."""
+    """Yield the names and contents of the files in a wheel or source archive."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             yield from ((name, wheel.read(name)) for name in wheel.namelist())
@@ -72,7 +72,7 @@ def _places() -> list[bytes]:
 
 
 def archives(folder: Path) -> list[Path]:
-    """The wheels and the source archive in a folder, by name."""
+    """Return the wheels and the source archive in a folder, sorted by name."""
     return sorted(path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz")))
 
 
@@ -84,7 +84,7 @@ def _tools(paths: list[Path]) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Check, print hashes and write them beside the archives; status 1 if something is wrong."""
+    """Check the archives, print their hashes and write these to the folder. Return 1 if there is a problem."""
     folder = Path(sys.argv[1]).resolve()
     failed = False
     for text in problems(folder):
@@ -96,7 +96,7 @@ def main() -> int:
     for command in _tools(paths) if paths else ():
         print(f"$ {' '.join(Path(word).name for word in command)}", flush=True)
         failed |= subprocess.run([sys.executable, "-m", *command], check=False).returncode != 0
-    # Also of what goes with the archives.
+    # The hashes also cover the other files of the release.
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")

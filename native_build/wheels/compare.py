@@ -1,6 +1,6 @@
 """Compares two builds of wheels and source archives: ``python -m native_build.wheels.compare FOLDER FOLDER``.
 
-Status 0: both folders hold the same files, byte for byte. Else it lists each difference.
+The status is 0 if both folders hold the same files, byte for byte. Otherwise the program lists each difference.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-# A member: what it contains, and all else that an archive records of it but its date.
+# A member of an archive: a hash of its content, and all that the archive records of it except its date.
 _Member = tuple[str, int]
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """What differs between two archives; empty if they are equal byte for byte."""
+    """Return the differences between two archives; empty if they are equal byte for byte."""
     if first.read_bytes() == second.read_bytes():
         return []
     a, b = _members(first), _members(second)
@@ -30,7 +30,7 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """What differs between two folders of archives."""
+    """Return the differences between two folders of archives."""
     names = {path.name for path in first.iterdir()}, {path.name for path in second.iterdir()}
     lines = [f"only one build has {name}" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
@@ -58,7 +58,7 @@ def _digest(data: bytes) -> str:
 
 
 def main() -> int:
-    """Compare two folders; status 1 if they differ or hold nothing."""
+    """Compare two folders. Return 1 if they differ or hold nothing."""
     first, second = map(Path, sys.argv[1:3])
     lines = compare(first, second)
     for line in lines:

@@ -1,8 +1,8 @@
 """Runs each CPU module of a wheel for 64-bit ARM on a processor that qemu-user emulates.
 
 ``python -m native_build.wheels.emulated PYTHON [MODEL …]``: PYTHON runs under qemu-user and has the wheel installed.
-For each kind of processor it says which module is loaded, and how far log-probabilities are from those of the first,
-with the bundled model and those given.
+For each kind of processor, the program prints which module is loaded, and how much log-probabilities differ from the
+first processor's, with the bundled model and each MODEL.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# What QEMU_CPU takes, the module that must be chosen, and machines that choose it. qemu 7.2 emulates no processor like
-# Graviton3's, which lacks SVE2: one that has it runs without the modules that it would choose (_HIDDEN).
+# The value of QEMU_CPU, the module that must be chosen, and machines that choose it. qemu 7.2 emulates no processor
+# like Graviton3's, which lacks SVE2: a processor with SVE2 runs without the modules that it would choose (_HIDDEN).
 PROCESSORS = (
     ("cortex-a72", "armv8.0_1", "Raspberry Pi 4"),
     ("cortex-a76", "armv8.2_2", "Raspberry Pi 5"),
@@ -29,8 +29,8 @@ PROCESSORS = (
     ("max,sve128=on,sve256=off", "armv8.6_2", "Graviton4, with vectors of 128 bits"),
 )
 _HIDDEN = {"armv8.6_1": ("armv8.6_2",), "armv8.2_3": ("armv8.6_0", "armv8.6_1", "armv8.6_2")}
-# How far one processor's log-probabilities may be from another's on average, in nats: other instructions add in another
-# order, or in 16 bits. What multiplies wrongly is further away than 1.
+# The average difference allowed between two processors' log-probabilities, in nats: other instructions add in a
+# different order, or in 16 bits. Wrong products differ by more than 1.
 _MOST = 0.1
 _PROGRAM = """
 import json, pathlib, re, sys
@@ -49,9 +49,9 @@ print(json.dumps([sorted(modules), values]))
 def run_on(
     processor: str, command: list[str], hidden: Sequence[str] = ()
 ) -> tuple[list[str], list[list[float]]]:
-    """The modules that were loaded, and each model's log-probabilities. ``hidden``: modules that are not there."""
+    """Return the loaded modules, and each model's log-probabilities. ``hidden``: modules to hide from the loader."""
     python, *models = command
-    # Without what leads to the clone, which has no libraries for this processor.
+    # Without variables that lead to the clone, which has no libraries for this processor.
     environment = {key: text for key, text in os.environ.items() if not key.startswith("PYTHON")}
     environment["QEMU_CPU"] = processor
     with tempfile.TemporaryDirectory() as name:
@@ -73,7 +73,7 @@ def run_on(
 
 
 def main() -> int:
-    """Run on every processor; status 1 if one chooses another module or computes something else."""
+    """Run on every processor. Return 1 if a processor chooses a wrong module or computes different results."""
     failed = False
     first: list[list[float]] = []
     for processor, module, machines in PROCESSORS:

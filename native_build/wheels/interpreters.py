@@ -1,4 +1,4 @@
-"""The interpreters on PATH that llamapipe supports: ``python -m native_build.wheels.interpreters`` lists them."""
+"""Finds the interpreters on PATH that llamapipe supports: ``python -m native_build.wheels.interpreters`` lists them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASK = (
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that runs."""
+    """A Python interpreter that runs."""
 
     path: str
     version: tuple[int, int, int]
@@ -34,7 +34,7 @@ class Interpreter:
 
 
 def find_interpreters(folders: Iterable[str] | None = None) -> list[Interpreter]:
-    """The newest CPython of each minor version in ``folders`` (those of PATH by default), oldest version first."""
+    """Return the newest CPython of each minor version in ``folders`` (default: those in PATH), oldest version first."""
     folders = os.environ.get("PATH", "").split(os.pathsep) if folders is None else folders
     newest: dict[str, Interpreter] = {}
     for folder in folders:
@@ -55,7 +55,7 @@ def find_interpreters(folders: Iterable[str] | None = None) -> list[Interpreter]
 
 
 def ask(path: str) -> Interpreter | None:
-    """What a program says of itself; None if it does not run (a version manager's stand-in) or is no CPython."""
+    """Ask a program what it is; None if it does not run (a version manager's stand-in) or is not CPython."""
     try:
         done = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, check=False, timeout=60)
         executable, version, free_threaded, implementation = json.loads(done.stdout)

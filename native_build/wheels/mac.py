@@ -1,7 +1,7 @@
-"""Checks wheels for macOS where there is no Mac: ``python -m native_build.wheels.mac WHEEL …``, with macholib.
+"""Checks wheels for macOS without a Mac: ``python -m native_build.wheels.mac WHEEL …``. Needs macholib.
 
-What it can see: the processor and the oldest system of each program file, which libraries and functions it asks for and
-whether they are there, and the signature without which arm64 runs nothing. It cannot see whether the code works.
+It checks the processor and the oldest system of each program file, whether the libraries and functions that the file
+needs exist, and the signature that arm64 requires. It cannot check whether the code works.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from macholib.MachO import MachO, MachOHeader
 from macholib.SymbolTable import SymbolTable
 
 _PROCESSORS = {"x86_64": 0x01000007, "arm64": 0x0100000C}
-_FOUND_WHEN_LOADED = 0xFE  # a function that any library of the process may have: Python's, in the cffi module
+_FOUND_WHEN_LOADED = 0xFE  # a function from any library in the process: Python's, in the cffi module
 _LIBRARY_COMMANDS = (mach_o.LC_LOAD_DYLIB, mach_o.LC_LOAD_WEAK_DYLIB, mach_o.LC_REEXPORT_DYLIB)
 
 
 def problems(wheel: Path) -> Iterator[str]:
-    """What is wrong with the program files of a wheel."""
+    """Yield the problems of a wheel's program files."""
     major, minor, processor = re.search(r"-macosx_(\d+)_(\d+)_(\w+)\.whl$", wheel.name).groups()  # type: ignore[union-attr]
     with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as packed:
         packed.extractall(name)
@@ -82,7 +82,7 @@ def _found_when_loaded(header: MachOHeader) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check; status 1 if something is wrong."""
+    """Check the wheels. Return 1 if there is a problem."""
     failed = False
     for wheel in map(Path, sys.argv[1:]):
         lines = list(problems(wheel))

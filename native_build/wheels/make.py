@@ -1,10 +1,10 @@
-"""Builds what is released: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist] [--target NAME]``.
+"""Builds a release: ``python -m native_build.wheels.make FOLDER [--backend vulkan] [--sdist] [--target NAME]``.
 
-Into FOLDER: the wheel for every Python with the GIL, one for each free-threaded Python on PATH, and the wheels of the
-backends that were asked for. With ``--sdist`` also the source archive, which the wheels are then built from.
+FOLDER gets the wheel for every Python with the GIL, a wheel for each free-threaded Python on PATH, and the wheels of
+the requested backends. With ``--sdist`` it also gets the source archive, from which the wheels are then built.
 
-``--target`` says what machines the wheels are for, by default ``here``. Other machines get one wheel each, for every
-Python with the GIL. ``all`` means this machine and those whose compilers and headers are installed.
+``--target`` names the machines that the wheels are for, by default ``here``. Each other machine gets one wheel, for
+every Python with the GIL. ``all`` means this machine and all targets whose compilers and headers are installed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from native_build.wheels.backend import KINDS, build_backend_wheel
 from native_build.wheels.interpreters import Interpreter, find_interpreters
 from native_build.wheels.repair import repair
 
-# cffi takes no free-threaded Python before this one.
+# cffi supports no earlier free-threaded Python.
 FREE_THREADED_SINCE = (3, 14)
 
 
 HERE = "here"
-# What a wheel can be built for on another machine.
+# Machines that a wheel can be built for on a different machine.
 TARGETS = ("aarch64-linux-gnu", "x86_64-windows-gnu", "arm64-apple-darwin", "x86_64-apple-darwin")
 
 
@@ -42,7 +42,7 @@ def make(
     sdist: bool = False,
     targets: Sequence[str] = (HERE,),
 ) -> list[Path]:
-    """Build everything; the paths of the files. Raises BuildError."""
+    """Build everything. Return the paths of the files. Raises BuildError."""
     paths = []
     with tempfile.TemporaryDirectory(prefix="llamapipe-make-") as name:
         scratch = Path(name)
@@ -71,7 +71,7 @@ def make(
 
 
 def buildable(tell: Callable[[str], None]) -> list[str]:
-    """Those targets whose compilers and headers are installed, after this machine; ``tell`` gets what others lack."""
+    """Return this machine and the targets whose compilers and headers are installed; ``tell`` reports missing ones."""
     targets = [HERE]
     for target in TARGETS:
         options = BuildOptions(target=target)
@@ -106,7 +106,7 @@ def _environment(interpreter: Interpreter, folder: Path) -> str:
 def _wheel(python: str, source: Path, scratch: Path, folder: Path, target: str = "") -> Path:
     settings = ["--config-setting=all-variants=on"]
     settings += [f"--config-setting=target={target}"] if target else []
-    if uses_zig(target):  # it is in this environment, not in that of a package build
+    if uses_zig(target):  # zig is in this environment, but not in a package build's
         settings += ["--no-isolation", "--skip-dependency-check"]
     _build(python, source, scratch, "--wheel", *settings)
     return repair(next(scratch.glob("*.whl")), folder)
@@ -130,7 +130,7 @@ def _run(command: Sequence[str], what: str) -> None:
 
 
 def main() -> int:
-    """Build and list the files."""
+    """Build and list the files. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m native_build.wheels.make", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", action="append", default=[], choices=sorted(KINDS))
@@ -144,7 +144,7 @@ def main() -> int:
         targets = args.target or [HERE]
         targets = buildable(say) if "all" in targets else targets
         for target in targets:
-            BuildOptions(target="" if target == HERE else target)  # refused before anything is built
+            BuildOptions(target="" if target == HERE else target)  # refuses a wrong target before building
         options = BuildOptions(
             backends=tuple(args.backend),
             all_variants=True,

@@ -17,13 +17,13 @@ from native_build.errors import BuildError
 from native_build.paths import PROJECT
 
 LICENCES = PROJECT / "third_party" / "licenses"
-# Not bundled: our own core, which is loaded before; drivers, which belong to the machine; CUDA's libraries, which come
-# as packages of their own.
+# Not bundled: our own core, which is loaded earlier; drivers, which belong to the machine; CUDA's libraries, which come
+# as separate packages.
 _OF_THE_MACHINE = ("libllamapipe-*", "libvulkan.so.*", "libcuda.so.*", "libcudart.so.*", "libcublas*.so.*")
 
 
 def repair(wheel: Path, folder: Path) -> Path:
-    """Write the completed form of ``wheel`` into ``folder``; raises BuildError with the tool's message."""
+    """Write the completed ``wheel`` into ``folder`` and return its path. Raises BuildError with the tool's message."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         excluded = [text for pattern in _excluded(wheel) for text in ("--exclude", pattern)]
@@ -32,7 +32,7 @@ def repair(wheel: Path, folder: Path) -> Path:
             _tool("auditwheel", "repair", str(wheel), *excluded, *target)
         elif sys.platform == "darwin":
             _tool("delocate.cmd.delocate_wheel", str(wheel), *target)
-        # What is built for another system has its tag, and nothing to be bundled: native_build/wheels/mac.py looks.
+        # A wheel for another system already has its tag, and nothing to bundle: native_build/wheels/mac.py checks that.
         repaired = next((scratch / "repaired").glob("*.whl"), wheel)
         _tool("wheel", "unpack", str(repaired), "--dest", str(scratch / "tree"))
         tree = next((scratch / "tree").iterdir())
@@ -66,7 +66,7 @@ def _check_modules(lib: Path) -> None:
 
 
 def _add_licences(tree: Path, added: dict[str, Path]) -> None:
-    """Copy the licences into the metadata, and name there those that it does not."""
+    """Copy the licences into the metadata, and list those that the metadata does not name yet."""
     info = next(tree.glob("*.dist-info"))
     metadata = (info / "METADATA").read_text(encoding="utf-8")
     head, separator, rest = metadata.partition("\n\n")

@@ -1,9 +1,9 @@
-"""Tries the installed package from end to end: ``python native_build/wheels/smoke.py``, with the Python that has it.
+"""Tries an installed llamapipe from end to end: run ``python native_build/wheels/smoke.py`` with its Python.
 
-It runs wherever a wheel does, and needs nothing else: `doctor`, the demo, four requests that are computed together and,
-if the extra ``server`` is installed, a server that streams an answer and drains. The last lines are the text of those
-requests, which is the same for every Python, and whether there is a GIL. ``--brief`` leaves the demo out, for devices
-on which it takes minutes; ``--device NAME`` asks for a device of that backend.
+It runs wherever a wheel does, and needs nothing else. It tries `doctor`, the demo, four concurrent requests and, if the
+extra ``server`` is installed, a server that streams an answer and drains. The last lines are the text of the four
+requests, which is the same for every Python, and whether there is a GIL. ``--brief`` omits the demo, for devices on
+which it takes minutes; ``--device NAME`` requires a device of that backend.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from importlib.util import find_spec
 from typing import IO
 
 COMMAND = (sys.executable, "-c", "import sys; from llamapipe_command import main; sys.exit(main())")
-# What `llamapipe serve` imports. Without one of them it says which extra has it, and is not tried.
+# Imports of `llamapipe serve`. Without one of them, the command names the missing extra, and the server is not tried.
 SERVER = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "jinja2", "llguidance")
 PATIENCE_S = 300.0
 PROMPT = "Once upon a time"
 
 
 class SmokeError(Exception):
-    """What is wrong with the installed package."""
+    """A fault of the installed package."""
 
 
 def run(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
-    """What ``llamapipe ARGUMENTS`` prints; raises SmokeError with the end of it if it fails, or prints nothing."""
+    """Run ``llamapipe ARGUMENTS`` and return its output. Raises SmokeError if it fails or prints nothing."""
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, check=False, timeout=2 * PATIENCE_S)
     output = done.stdout.decode("utf-8", "replace")
     if done.returncode not in statuses or not output:
@@ -45,7 +45,7 @@ def run(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
 
 
 def check_doctor(devices: Sequence[str]) -> None:
-    """`doctor` finds nothing wrong, and a device of each backend that is asked for."""
+    """Check that `doctor` reports no problem, and a device of each requested backend. Raises SmokeError."""
     report = json.loads(run("doctor", "--json", statuses=(0, 1)))
     if wrong := [finding for finding in report["findings"] if not finding["ok"]]:
         raise SmokeError(f"doctor finds problems: {json.dumps(wrong, indent=1)}")
@@ -58,7 +58,7 @@ def check_doctor(devices: Sequence[str]) -> None:
 
 
 def text_of_four() -> str:
-    """The text of four equal requests; raises SmokeError if it differs among them."""
+    """Return the text of four equal, concurrent requests. Raises SmokeError if their texts differ."""
     import llamapipe as lp
 
     params = lp.SamplingParams(max_tokens=24, temperature=0)
@@ -70,7 +70,7 @@ def text_of_four() -> str:
 
 
 def check_server(expected: str) -> None:
-    """A server streams the same text, and ends with status 0 when it is told to end."""
+    """Check that a server streams the same text, and ends with status 0 when it is told to. Raises SmokeError."""
     flags = 0
     if sys.platform == "win32":
         flags = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -112,7 +112,7 @@ def check_server(expected: str) -> None:
 
 
 def _ask_to_end(server: subprocess.Popen[bytes]) -> bool:
-    """Send the signal that drains a server; False where that is not possible, as for want of a console under Wine."""
+    """Send the signal that drains a server; return False if that is not possible, as without a console under Wine."""
     if sys.platform != "win32":
         server.terminate()
         return True
@@ -125,7 +125,7 @@ def _ask_to_end(server: subprocess.Popen[bytes]) -> bool:
 
 
 def _url(lines: queue.SimpleQueue[str | None]) -> str:
-    """The address that a server prints when it answers."""
+    """Return the address that a server prints when it is ready."""
     while (line := lines.get(timeout=PATIENCE_S)) is not None:
         if match := re.search(r"http://\S+:\d+", line):
             return match[0]
@@ -149,7 +149,7 @@ def _streamed(url: str) -> str:
 
 
 def main() -> int:
-    """Try everything; status 1, and what is wrong, at the first failure."""
+    """Try everything. At the first failure, print it and return 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--brief", action="store_true", help="without the demo")
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""Writes what goes with the files of a release: ``python -m native_build.wheels.statements FOLDER [--site FOLDER]``.
+"""Writes the statements of a release: ``python -m native_build.wheels.statements FOLDER [--site FOLDER]``.
 
-Beside the wheels and the source archive in FOLDER: what they are made of (an SBOM in CycloneDX's form), where they come
-from (provenance in SLSA's form), what is new (a section of CHANGELOG.md), and the documentation's site as an archive.
-With ``SOURCE_DATE_EPOCH`` equal files give equal statements. Nothing is signed: that is for the release workflow.
+For the wheels and the source archive in FOLDER, it writes an SBOM (CycloneDX), the provenance (SLSA), the release notes
+(a section of CHANGELOG.md), and an archive of the documentation site. With ``SOURCE_DATE_EPOCH``, equal files give
+equal statements. The release workflow signs the files, not this program.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from native_build.wheels.backend import project_version
 from native_build.wheels.check import archives, members
 
 _LLAMA_CPP = "llama.cpp"
-# What identifies documents of this kind; not an address.
+# The namespace of the documents' identifiers; not an address.
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "llamapipe")
 _BUILD_TYPE = "urn:llamapipe:nox-release:1"
 
 
 @dataclass(frozen=True)
 class Vendored:
-    """Code by others that is compiled with llama.cpp: a file of it, the pattern of its version there, its licence."""
+    """Third-party code that is compiled with llama.cpp: a file, the pattern of the version in it, the licence."""
 
     name: str
     path: str
@@ -73,11 +73,11 @@ _VENDORED = (
 )
 
 
-# ---- what the files are made of
+# ---- the SBOM
 
 
 def sbom(folder: Path, pin: Pin, source: Path) -> str:
-    """The SBOM of the archives in ``folder``, whose llama.cpp is in ``source``: JSON, CycloneDX 1.6."""
+    """Return the SBOM of the archives in ``folder``, whose llama.cpp is in ``source``: JSON, CycloneDX 1.6."""
     name, own_version = "llamapipe", project_version()
     licences = LicenseFactory()
     product = Component(
@@ -114,7 +114,7 @@ def _file(path: Path) -> Component:
 
 
 def _llama_cpp(pin: Pin, licences: LicenseFactory) -> Component:
-    """llama.cpp as it is compiled: from a pinned archive of the package index, with our patches."""
+    """Return llama.cpp as it is compiled: from a pinned archive of the package index, with our patches."""
     package, _, number = pin.requirement.partition("==")
     archive = ExternalReference(
         type=ExternalReferenceType.SOURCE_DISTRIBUTION,
@@ -137,7 +137,7 @@ def _llama_cpp(pin: Pin, licences: LicenseFactory) -> Component:
 def _vendored(source: Path, licences: LicenseFactory) -> Iterator[Component]:
     for library in _VENDORED:
         path = source / library.path
-        if not path.is_file():  # another llama.cpp
+        if not path.is_file():  # a different llama.cpp may lack the file
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         match = re.search(library.version, text) if library.version else None
@@ -151,7 +151,7 @@ def _vendored(source: Path, licences: LicenseFactory) -> Iterator[Component]:
 
 
 def _required(paths: list[Path]) -> Iterator[Component]:
-    """The packages that the archives ask for; those of extras only are optional."""
+    """Yield the packages that the archives require. Packages that only extras require are optional."""
     scopes: dict[str, ComponentScope] = {}
     texts: dict[str, set[str]] = {}
     for path in paths:
@@ -175,7 +175,7 @@ def _required(paths: list[Path]) -> Iterator[Component]:
 
 
 def _metadata(path: Path) -> Metadata:
-    """The package's metadata in a wheel, or in a source archive."""
+    """Return the package's metadata from a wheel or a source archive."""
     inside = r"[^/]+\.dist-info/METADATA" if path.suffix == ".whl" else r"[^/]+/PKG-INFO"
     for name, data in members(path):
         if re.fullmatch(inside, name):
@@ -187,13 +187,13 @@ def _depends(component: Component, on: list[Component]) -> Dependency:
     return Dependency(component.bom_ref, dependencies=[Dependency(other.bom_ref) for other in on])
 
 
-# ---- where they come from
+# ---- the provenance
 
 
 def provenance(paths: Sequence[Path], pin: Pin, arguments: Sequence[str], commit: str) -> str:
-    """What these files were built from, as an in-toto statement (SLSA's provenance, version 1), in JSON.
+    """Return what these files were built from: an in-toto statement with SLSA's provenance, version 1, in JSON.
 
-    ``arguments``: those of ``nox -s release``; ``commit``: of the clone, empty if it is not known.
+    ``arguments``: the arguments of ``nox -s release``; ``commit``: the clone's commit, empty if it is not known.
     """
     package, _, number = pin.requirement.partition("==")
     inputs: list[dict[str, Any]] = [
@@ -219,7 +219,7 @@ def provenance(paths: Sequence[Path], pin: Pin, arguments: Sequence[str], commit
 
 
 def _tools() -> dict[str, str]:
-    """The versions that decide what the files are, byte for byte."""
+    """Return the versions of the tools that determine the files, byte for byte."""
     tools = {
         "python": platform.python_version(),
         "platform": f"{platform.machine()} {'-'.join(platform.libc_ver())}",
@@ -243,13 +243,13 @@ def _first_line(command: list[str]) -> str:
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
-# ---- what is new
+# ---- the release notes
 
 
 def notes(changelog: str, number: str) -> str:
-    """The section of a version in a changelog, without its heading; that of "Unreleased" while there is none.
+    """Return a version's section of a changelog, without its heading; "Unreleased" if the version has no section.
 
-    Raises BuildError if neither is there.
+    Raises BuildError if there is neither section.
     """
     for heading in (number, "Unreleased"):
         match = re.search(
@@ -272,7 +272,7 @@ def _sha256(path: Path) -> str:
 def write(
     folder: Path, site: Path | None, arguments: Sequence[str], tell: Callable[[str], None]
 ) -> list[Path]:
-    """Write the statements, and pack the site; the paths of the files. Raises BuildError."""
+    """Write the statements and pack the site. Return the paths of the files. Raises BuildError."""
     stem = f"llamapipe-{project_version()}"
     pin = read_pin()
     commit = _first_line(["git", "rev-parse", "HEAD"])
@@ -296,7 +296,7 @@ def _written(path: Path, text: str) -> Path:
 
 
 def main() -> int:
-    """Write them, and list them."""
+    """Write the statements and list them. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m native_build.wheels.statements",
         description=f"{__doc__} Other arguments are those of nox -s release, which the provenance names.",

@@ -1,7 +1,7 @@
-"""Tries a wheel where nothing else is: ``python -m native_build.wheels.trial WHEEL [BACKEND_WHEEL …]``.
+"""Tries a wheel in an empty environment: ``python -m native_build.wheels.trial WHEEL [BACKEND_WHEEL …]``.
 
-For each interpreter on PATH that the wheel is for: an empty environment, the wheels and what they require, then
-``smoke.py``, whose text is compared between the interpreters.
+For each interpreter on PATH that the wheel is for, it creates an empty environment, installs the wheels and their
+requirements, and runs ``smoke.py``. The generated texts of all interpreters are compared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SMOKE = Path(__file__).with_name("smoke.py")
 
 
 class TrialError(Exception):
-    """What failed, with the end of its output."""
+    """A failed step, with the end of its output."""
 
 
 def fits(wheel: Path, interpreter: Interpreter) -> bool:
-    """Whether the wheel's tag is for this interpreter."""
+    """Return whether the wheel's tag is for this interpreter."""
     tag, abi = wheel.stem.split("-")[-3:-1]
     if abi == "none":
         return True
@@ -38,7 +38,7 @@ def fits(wheel: Path, interpreter: Interpreter) -> bool:
 
 
 def is_for_here(wheel: Path) -> bool:
-    """Whether the wheel's tag is for this system and processor."""
+    """Return whether the wheel's tag is for this system and processor."""
     platforms = set(platform_tags())
     return any(name in platforms for name in wheel.stem.split("-")[-1].split("."))
 
@@ -46,12 +46,12 @@ def is_for_here(wheel: Path) -> bool:
 def try_wheels(
     wheels: Sequence[Path], interpreter: Interpreter, backends: Sequence[str] = (), extra: str = ""
 ) -> list[str]:
-    """Install and run; the last lines of ``smoke.py``. Raises TrialError with the output of what failed."""
+    """Install the wheels and run ``smoke.py``. Return its output lines. Raises TrialError with the failure's output."""
     with tempfile.TemporaryDirectory(prefix="llamapipe-trial-") as name:
         empty = Path(name)
         _run([interpreter.path, "-m", "venv", str(empty / "venv")], empty)
         python = str(empty / "venv" / "bin" / "python")
-        # pip is the newest: that of an old Python does not know the tags of new wheels.
+        # The newest pip is needed: an old Python's pip does not know the tags of new wheels.
         _run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], empty)
         first, *others = map(str, wheels)
         required = [f"llamapipe[{extra}] @ file://{first}" if extra else first, *others]
@@ -62,7 +62,7 @@ def try_wheels(
 
 
 def main() -> int:
-    """Try the wheels with every interpreter that they are for; status 1 if one fails or there is none."""
+    """Try the wheels with every interpreter that they are for. Return 1 if a trial fails or there is no interpreter."""
     parser = argparse.ArgumentParser(prog="python -m native_build.wheels.trial")
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--interpreter", action="append", metavar="PATH", help="only these; default: PATH's")
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _run(command: Sequence[str], folder: Path) -> str:
-    # Away from the clone, and without what leads to it.
+    # Away from the clone, and without variables that lead to it.
     environment = {
         name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }

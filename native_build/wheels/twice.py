@@ -1,7 +1,7 @@
 """Builds everything twice and compares: ``python -m native_build.wheels.twice FOLDER [options of make]``.
 
-The second build differs from the first in all that must not matter: it starts from the unpacked source archive, in
-another folder, with an empty cache, another umask and another time zone.
+The second build differs from the first in everything that must not matter: it starts from the unpacked source archive,
+in a different folder, with an empty cache, a different umask and a different time zone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from native_build.wheels.compare import compare
 
 
 def unpack_as_clone(archive: Path, folder: Path) -> Path:
-    """Unpack a source archive without the file that packing added; the folder of the sources."""
+    """Unpack a source archive without the file that packing added. Return the folder of the sources."""
     with tarfile.open(archive) as packed:
         if hasattr(tarfile, "data_filter"):
             packed.extractall(folder, filter="data")
@@ -30,7 +30,7 @@ def unpack_as_clone(archive: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Build, build again, compare; status 1 if they differ."""
+    """Build twice and compare. Return 1 if the builds differ."""
     folder, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
     shutil.rmtree(folder, ignore_errors=True)
     first, second = folder / "first", folder / "second"
@@ -40,7 +40,7 @@ def main() -> int:
 
     source = unpack_as_clone(next(first.glob("*.tar.gz")), folder / "elsewhere")
     cache = folder / "cache"
-    for name in ("source", "vulkan-headers"):  # inputs, which need not be fetched again
+    for name in ("source", "vulkan-headers"):  # inputs that need not be fetched again
         if (cache_dir() / name).is_dir():
             shutil.copytree(cache_dir() / name, cache / name)
     environment.update(PYTHONPATH=str(source), LLAMAPIPE_CACHE_DIR=str(cache), TZ="Pacific/Kiritimati")

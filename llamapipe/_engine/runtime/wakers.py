@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Waiter = Any  # one thread at a time waits on it; a wake without a waiting thread is kept for the next wait
-_PATIENCE_S = 200e-6  # a thread that takes longer stalls the queue; waking and reading a token take 10 to 30 us
+_PATIENCE_S = 200e-6  # a slower reader stalls the queue; waking and reading a token take 10 to 30 us
 
 
 class WakeQueue:

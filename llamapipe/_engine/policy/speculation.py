@@ -310,7 +310,7 @@ class Gate:
         self._pause = self._n_paused = 0  # decisions to make without drafts, and how many of these were made
         self._n_without = 0  # decisions since the last draft
         self._retry = _RETRY  # decisions since the last draft after which a draft is tried anyway
-        self._n_in_a_row = 0  # drafts without a step between
+        self._n_in_a_row = 0  # drafts since the last decision that left them out
         self._credit = _CREDIT  # the time that drafts may still lose, in times of a step without guesses
         self._apart_s = 0.0  # seconds of drafts in the next step's turn, which do not count as the step's
         self._has_drafts = False  # whether the next step has drafted tokens
@@ -500,7 +500,7 @@ class Gate:
         seconds -= self._apart_s
         self._apart_s = 0.0
         n_right, self._n_known = self.n_accepted - self._n_known, self.n_accepted
-        if seconds <= 0:  # the times of the draft and of the turn overlap badly
+        if seconds <= 0:  # the times come from two clocks, or a clock was changed
             return
         if not n_guessed or not self._expected_s:
             self.times.observe(n_decoding + n_guessed, seconds)

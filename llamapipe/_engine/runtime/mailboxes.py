@@ -53,7 +53,7 @@ class ThreadMailbox:
         self._dispatcher.add_thread(self)
 
     def get(self, deadline: float | None = None) -> Any:
-        """Return the next item; signals end the wait. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
+        """Return the next item; signals interrupt waiting. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items, dispatcher = self._items, self._dispatcher
         while True:
             if items:  # checked first, because an exception takes longer than delivering a token

@@ -1,4 +1,4 @@
-"""The parts of an engine that asyncio calls and blocking calls share."""
+"""The parts of an engine that its calls for asyncio and its blocking calls share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llamapipe.work.long_work import LongWork
 
 
 class EngineParts(NotCopyable):
-    """The parts that ``Engine`` creates, and the methods that both kinds of calls share."""
+    """The parts that ``Engine`` creates, and the helper methods that both kinds of calls share."""
 
     model: Model
     n_ctx: int
@@ -35,7 +35,7 @@ class EngineParts(NotCopyable):
     _state_layout: StateLayout | None
 
     def _fim_tokens(self, text: FimText, params: SamplingParams | None) -> list[int]:
-        """Return the prompt for filling a gap. It leaves room for as many tokens as ``params`` ask for."""
+        """Return the token ids of a fill-in-the-middle prompt that leaves room for the ``max_tokens`` of ``params``."""
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):

@@ -21,7 +21,7 @@ class BlockingSubmission(Submission):
     """``Submission`` with its calls for threads."""
 
     def submit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enter the queue and submit. Any error, Ctrl-C and the cancellation of the task cancel all requests.
+        """Wait for room in the queue and submit. Any error, Ctrl-C and cancelling the task cancel all requests.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -36,10 +36,10 @@ class BlockingSubmission(Submission):
     def collect(
         self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
-        """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
+        """Return the results of the requests of all batches, by index. Long lists are submitted in portions.
 
-        Any error, Ctrl-C and the cancellation of the task cancel all requests. Raises the error of a request,
-        TimeoutError, QueueFullError.
+        Any error, Ctrl-C and cancelling the task cancel all requests. Raises the error of a request, TimeoutError,
+        QueueFullError, EngineClosedError.
         """
         pending = Pending[Any](options, self.observer, bar)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)

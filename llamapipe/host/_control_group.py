@@ -31,7 +31,7 @@ def limit_files(
 
 @lru_cache(maxsize=16)
 def _files_of(groups: str, controller: str, first: str, second: str, mounted: Path) -> tuple[Path, ...]:
-    """Find the files; the result is cached by the process's groups, because it may be moved to others."""
+    """Return the files, cached by ``groups``, because the process may be moved to other groups."""
     files: list[Path] = []
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

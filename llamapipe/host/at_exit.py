@@ -1,9 +1,9 @@
-"""The end of the interpreter: waits for native work on other threads, then closes the objects that own threads.
+"""The exit of the interpreter: waits for native work on other threads, then closes the objects that own threads.
 
-Up to Python 3.13, a daemon thread that asks for the interpreter's lock during finalization is ended on the spot
-(``pthread_exit``). That unwinds its frames, and unwinding C++ or Rust frames aborts or crashes the process. So work
-whose native frames take the lock themselves (a callback, llguidance) runs ``with awaited_at_exit()``. One of our own
-threads that is still inside native code would crash the process as well, so owners of threads register with
+Up to Python 3.13, a daemon thread that asks for the interpreter's lock during finalization is ended immediately
+(``pthread_exit``). That call unwinds the thread's frames, and unwinding C++ or Rust frames aborts or crashes the
+process. So work whose native frames take the lock themselves (a callback, llguidance) runs ``with awaited_at_exit()``.
+A thread of ours that is still inside native code would crash the process as well, so owners of threads register with
 ``close_at_exit``. Closing does not drain: the program has ended, so queued work is cancelled.
 """
 
@@ -28,7 +28,7 @@ class Closable(Protocol):
 
 _lock = Lock()
 _open: set[Closable] = set()
-_working: dict[threading.Event, float | None] = {}  # how long the exit waits for each; None: no limit
+_working: dict[threading.Event, float | None] = {}  # seconds that the exit waits for each; None: no limit
 _registered = False
 _exiting = False
 
@@ -44,19 +44,19 @@ def close_at_exit(item: Closable) -> None:
 
 
 def forget(item: Closable) -> None:
-    """Unregister ``item``, which is closed. Any thread."""
+    """Unregister ``item``, which has been closed. Any thread."""
     with _lock:
         _open.discard(item)
 
 
 @contextmanager
 def awaited_at_exit(at_most_s: float | None = None) -> Iterator[None]:
-    """Let the interpreter's exit wait for native work in the block, at most ``at_most_s`` seconds. Any thread.
+    """Make the interpreter's exit wait for native work in the block, at most ``at_most_s`` seconds. Any thread.
 
-    Raises SystemExit on any thread but the main one if the interpreter is already exiting. The thread then ends
-    silently, as daemon threads do.
+    Raises SystemExit on any thread but the main one if the interpreter is already exiting. The thread then ends without
+    a message, as daemon threads do.
     """
-    if threading.current_thread() is threading.main_thread():  # the exit comes after what it does
+    if threading.current_thread() is threading.main_thread():  # the exit begins only after this block
         yield
         return
     ended = threading.Event()

@@ -2,8 +2,8 @@
 
 llama.cpp's compute threads busy-wait for each other after every operation. With more threads than cores they are
 several times slower than with fewer (design/cpu.md). Memory on another NUMA node is slower, and two processes on the
-hyperthreads of one core slow each other down. So a process gets whole nodes if there are enough, and otherwise whole
-physical cores of one node.
+hyperthreads of one core slow each other down. So a process gets whole NUMA nodes if there are enough, and otherwise
+whole physical cores of one node.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from llamapipe.host._control_group import limit_files
 
 T = TypeVar("T")
 _TRIES = 20
-YIELDS_BY = 11  # in nice levels: of a core that both want they get 8 %, and the others 92 %
+YIELDS_BY = 11  # nice levels: such a thread gets 8 % of a core that another thread wants, too
 _most: int | None = None
 
 
 def limit_cores(n: int) -> None:
-    """Limit this process to computing on ``n`` cores: its part of a quota that it shares with other processes.
+    """Limit this process to computing on ``n`` cores, its part of a quota that it shares with other processes.
 
-    Call it before an engine is made.
+    Call it before creating an engine.
     """
     global _most
     _most = n
@@ -49,10 +49,10 @@ def usable_cores() -> int:
 
 
 def yielding(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function(*arguments)`` in a thread that leaves the cores to others that need them.
+    """Return ``function(*arguments)``, called in a thread that leaves the cores to other threads that need them.
 
-    Threads that it starts do so, too. This needs Linux, where threads have priorities; elsewhere it is an ordinary
-    call.
+    Threads that the function starts inherit this. On systems other than Linux, where threads have no priorities of
+    their own, this is an ordinary call.
     """
     if sys.platform != "linux":
         return function(*arguments)
@@ -78,7 +78,7 @@ def yielding(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def set_group_nice(pid: int, yields: bool) -> None:
-    """Give the session of a process the lowest priority for cores (``yields``), or undo that.
+    """Lower the priority of a process's session by ``YIELDS_BY`` nice levels, or reset it if not ``yields``.
 
     Linux with autogroups divides the cores among sessions, whatever priorities their threads have. Does nothing without
     autogroups, as in containers and services.
@@ -86,7 +86,7 @@ def set_group_nice(pid: int, yields: bool) -> None:
     for _ in range(_TRIES):
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(YIELDS_BY if yields else 0))
-        except BlockingIOError:  # the kernel takes one change in a tenth of a second
+        except BlockingIOError:  # the kernel accepts one change per 0.1 s
             time.sleep(0.1)
         except OSError:
             return
@@ -95,7 +95,7 @@ def set_group_nice(pid: int, yields: bool) -> None:
 
 
 def cpu_quota(files: Sequence[Path]) -> float | None:
-    """Return the smallest quota in limit files, in cores (seconds of CPU time per second); None without a quota."""
+    """Return the smallest quota in limit files, in cores (CPU seconds per second); None if there is no quota."""
     quotas = []
     for file in files:
         try:
@@ -155,15 +155,15 @@ def core_shares(n: int, system: Path = _SYSTEM) -> list[CoreShare]:
 
 
 def n_numa_nodes(system: Path = _SYSTEM) -> int:
-    """Return the number of NUMA nodes with cores that this process may use; at least 1."""
+    """Return the number of NUMA nodes that have cores this process may use; at least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     return max(len(_nodes(allowed, system)), 1)
 
 
 def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYSTEM) -> list[CoreShare]:
-    """Divide these cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: CPU time, in cores.
+    """Divide the ``allowed`` cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: see ``cpu_quota``.
 
-    ``system``: the folder that has ``node`` and ``cpu``.
+    ``system``: the folder that contains ``node`` and ``cpu``. Raises ValueError if there are fewer than ``n`` cores.
     """
     _check(n, len(allowed))
     nodes = _nodes(allowed, system)
@@ -175,7 +175,7 @@ def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYST
             per_share.append((tuple(sorted(core for node in own for core in nodes[node])), own))
     else:
         n_shares = dict.fromkeys(nodes, 0)
-        for _ in range(n):  # to the node where a share is largest
+        for _ in range(n):  # the next share goes to the node where it is largest
             n_shares[max(nodes, key=lambda node: len(nodes[node]) / (n_shares[node] + 1))] += 1
         for node, cores in nodes.items():
             per_share += [(part, (node,)) for part in _split(cores, n_shares[node], system)]
@@ -214,7 +214,7 @@ def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
-    """Split a node's cores into ``n`` parts; if there are at least ``n`` physical cores, none is divided."""
+    """Split a node's cores into ``n`` parts, without dividing physical cores if there are at least ``n`` of them."""
     physical: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         topology = system / "cpu" / f"cpu{core}" / "topology"
@@ -231,7 +231,7 @@ def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
 
 
 def _listed(file: Path) -> set[int]:
-    """Return the numbers in a file with text such as ``0-3,8-11``; empty if it cannot be read."""
+    """Return the numbers in a file with text such as ``0-3,8-11``; an empty set if the file cannot be read."""
     try:
         text = file.read_text().strip()
         numbers: set[int] = set()

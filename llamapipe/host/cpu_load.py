@@ -1,10 +1,10 @@
 """Measures how busy the machine is, and divides the cores among this process's engines.
 
 Linux reports the run delay of threads, the idle time of cores and the throttling of groups. Each class opens its files
-once; a read takes a few microseconds for a thread and some tens for all cores.
+once. A read takes a few microseconds for a thread, and some tens of microseconds for all cores.
 
 llama.cpp's threads wait for each other by spinning, so two engines with a thread for each core block each other.
-Therefore every engine reports when it computes, and is told how many threads it may use.
+Therefore every engine reports when it computes, and ``CoreBudget`` tells it how many threads it may use.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from llamapipe.locks import Lock
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
 _RESOLVED_S = 0.1
-_APART_S, _N_MARKS = 0.03, 8  # at least between two marks; how many are kept
-_OLD_S, _STALE_S = 0.15, 60.0  # a mark is compared with from this age on, and up to that one
+_APART_S, _N_MARKS = 0.03, 8  # minimum seconds between two marks; number of marks that are kept
+_OLD_S, _STALE_S = 0.15, 60.0  # the age in seconds from which, and up to which, a mark is compared with
 
 
 class RunDelay:
     """The run time and run delay of some of this process's threads, from ``/proc/self/task/*/schedstat``.
 
-    The run delay is how long a thread with work waited for a core. Raises OSError if the file does not exist: on
-    systems other than Linux, or if the thread has ended.
+    The run delay is how long a thread with work waited for a core. Raises OSError if a file does not exist: on systems
+    other than Linux, or if a thread has ended.
     """
 
     def __init__(self, thread_ids: Iterable[int], tasks: Path = _TASKS) -> None:
@@ -45,7 +45,7 @@ class RunDelay:
             raise
 
     def read(self) -> tuple[float, float]:
-        """Return the total seconds since the threads began: how long they ran, and how long they waited for a core."""
+        """Return the total seconds that the threads have run and that they have waited for a core, since they began."""
         run_ns = delay_ns = 0
         for file in self._files:
             fields = files.read_at(file, 80, 0).split()
@@ -62,12 +62,12 @@ class RunDelay:
 class IdleCores:
     """Idle time of the cores that this process may run on, from ``/proc/stat``. Raises OSError without that file.
 
-    The kernel counts in steps of 10 ms per core, so compare readings that are at least 100 ms apart. While this process
-    has its usual priority, the time of niced processes counts as idle, because the kernel would take it from them.
+    The kernel counts in steps of 10 ms per core, so compare readings that are at least 100 ms apart. If this process is
+    not niced, the time of niced processes counts as idle: the kernel would give that time to this process.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
-        if not hasattr(os, "sysconf"):  # Wine shows Linux' files to programs for Windows
+        if not hasattr(os, "sysconf"):  # Wine shows Linux files to programs for Windows
             raise OSError("this system does not tell how often it counts")
         self._file = files.open_file(stat, os.O_RDONLY)
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -76,7 +76,7 @@ class IdleCores:
         self._n_bytes = 200 * (os.cpu_count() or 1) + 400
         self._tick_s = 1 / os.sysconf("SC_CLK_TCK")
         self._count_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
-        self.counted = self._names, self._count_niced  # only readings of the same can be compared
+        self.counted = self._names, self._count_niced  # readings can be compared only if this is equal
 
     def read(self) -> float:
         """Return the total seconds that the cores have been idle since the machine started."""
@@ -97,9 +97,9 @@ class IdleCores:
 
 
 class Throttling:
-    """Counts how often this process's control group, or one around it, has used up its CPU time; 0 without a limit.
+    """Counts how often this process's control group, or one around it, has used up its CPU quota; 0 without a quota.
 
-    A throttled thread counts as waiting for a core, although no other work has taken the core.
+    The run delay includes the time of throttled threads, although no other work has taken their cores.
     """
 
     def __init__(self) -> None:
@@ -128,11 +128,11 @@ class Throttling:
 
 
 class CpuLoad:
-    """All of these figures for a changeable set of threads. One thread at a time; ``cpu_load`` makes it.
+    """Reads run delay, idle time and throttling for a set of threads. One thread at a time; ``cpu_load`` makes it.
 
     ``run_and_delay_s``: ``RunDelay.read`` for the watched threads. ``idle_s``: see ``IdleCores.read``. ``n_throttled``:
-    see ``Throttling.read``. ``process_s``: seconds that all threads of this process have run. ``earlier``: the core
-    times of a recent moment, to compare with; None if none were recorded.
+    see ``Throttling.read``. ``process_s``: seconds of CPU time that this process has used. ``earlier``: the core times
+    of a recent moment to compare with; None if none were recorded.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class CpuLoad:
         self.process_s = time.process_time
 
     def watch(self, thread_ids: Iterable[int]) -> None:
-        """Watch these threads from now on."""
+        """Watch these threads instead of the former ones. Raises OSError if one has ended."""
         self._delay.close()
         self._delay = RunDelay(thread_ids)
         self.run_and_delay_s = self._delay.read
@@ -157,21 +157,21 @@ class CpuLoad:
 
 
 class CoreTimes(NamedTuple):
-    """A moment of ``perf_counter``, and the seconds that the cores had been idle and this process had run by then."""
+    """A time of ``perf_counter``, and by then the cores' idle seconds and the process's seconds of CPU time."""
 
     now_s: float
     idle_s: float
     process_s: float
 
 
-# Each with what `IdleCores` counted; oldest first. Replaced, never changed, as any thread reads it.
+# Pairs of ``IdleCores.counted`` and times, oldest first. Any thread reads the tuple, so it is replaced, never changed.
 _marks: tuple[tuple[object, CoreTimes], ...] = ()
 
 
 def mark_cores() -> None:
-    """Record how long cores have been idle, for engines that will soon begin to compute. Takes 0.1 ms; any thread.
+    """Record how long cores have been idle, for engines that will soon compute. Takes 0.1 ms; any thread.
 
-    An engine's first step is often its longest. It should not begin with a thread for each core on a busy machine.
+    An engine's first step is often its longest. On a busy machine it should not start with a thread for each core.
     """
     global _marks
     now_s, marks = time.perf_counter(), _marks
@@ -184,16 +184,16 @@ def mark_cores() -> None:
     try:
         mark = CoreTimes(now_s, cores.read(), time.process_time())
         _marks = (*marks, (cores.counted, mark))[-_N_MARKS:]
-    except ValueError:  # a file of another form: no reason for an import to fail
+    except ValueError:  # the file has another format; imports call this and must not fail
         return
     finally:
         cores.close()
 
 
 def _recent_mark(counted: object) -> CoreTimes | None:
-    """Return the newest mark that is old enough to compare with, or else the oldest.
+    """Return the newest mark that is old enough to compare with, or else the oldest; None if there is none.
 
-    Marks of other cores or another priority than ``counted`` are left out, and so are stale ones.
+    Stale marks, and marks of other cores or another priority than ``counted``, are left out.
     """
     now_s = time.perf_counter()
     marks = [mark for what, mark in _marks if what == counted and now_s - mark.now_s <= _STALE_S]
@@ -202,7 +202,7 @@ def _recent_mark(counted: object) -> CoreTimes | None:
 
 
 def cpu_load() -> CpuLoad | None:
-    """Return a reader of this system's load; None if the system does not report everything needed."""
+    """Return a reader of this system's load; None if the system does not report all figures."""
     mark_cores()
     try:
         return CpuLoad() if has_run_delay() else None
@@ -240,7 +240,10 @@ class OtherWork:
         return time.perf_counter(), self._cores.read() + time.process_time()
 
     def read(self) -> float:
-        """Return the number of cores; 0 for an interval under 100 ms, which the kernel does not resolve."""
+        """Return the average number of cores that other processes used since the last call.
+
+        Returns 0 for an interval under 100 ms, which the kernel does not resolve.
+        """
         (began_s, before_s), self._last = self._last, self._now()
         elapsed_s, free_or_ours_s = self._last[0] - began_s, self._last[1] - before_s
         if elapsed_s < _RESOLVED_S:
@@ -259,13 +262,13 @@ def has_run_delay() -> bool:
     except OSError:
         return False
     try:
-        return delay.read()[0] > 0  # a kernel without the option has the file, with zeros in it
+        return delay.read()[0] > 0  # without that option, the kernel fills the file with zeros
     finally:
         delay.close()
 
 
 class CoreBudget:
-    """Divides ``n_cores`` among the members in ``computing``, in the order in which they began. Any thread."""
+    """Divides ``n_cores`` among the members that compute, in the order in which they began to. Any thread."""
 
     def __init__(self, n_cores: int) -> None:
         self.n_cores = n_cores
@@ -276,12 +279,12 @@ class CoreBudget:
         return f"<CoreBudget n_cores={self.n_cores} n_computing={len(self.computing)}>"
 
     def member(self, n_fixed: int | None = None) -> BudgetMember:
-        """Make a member that is not computing yet. ``n_fixed``: a number of threads that it uses whatever its share."""
+        """Return a new member, not computing yet. ``n_fixed``: its number of threads; None: the budget decides."""
         return BudgetMember(self, n_fixed)
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """Take half of the cores, or all if no member is computing; yield how many. The members keep a thread each."""
+        """Take half of the cores, or all if no member computes, and yield how many. Each member keeps a thread."""
         with self.lock:
             n = max(self.n_cores // 2, 1) if self.computing else self.n_cores
         member = self.member(n)
@@ -298,7 +301,7 @@ class CoreBudget:
             self.divide()
 
     def divide(self) -> None:
-        """Divide the cores: fixed members first, the rest in equal parts of at least one. The caller holds the lock."""
+        """Divide the cores that fixed members leave into equal parts of at least one. The caller holds the lock."""
         left, flexible = self.n_cores, []
         for member in self.computing:
             if member.n_fixed is None:
@@ -306,13 +309,13 @@ class CoreBudget:
             else:
                 left -= member.n_fixed
         for i, member in enumerate(flexible):
-            share = -(-left // (len(flexible) - i))  # rounded up: those that began first get what is over
+            share = -(-left // (len(flexible) - i))  # rounded up: earlier members get the remainder
             member.n_allowed = max(share, 1)
             left -= member.n_allowed
 
 
 class BudgetMember:
-    """One engine's share of a budget. ``n_allowed``: threads it may compute with now; read it without a lock."""
+    """One engine's share of a budget. ``n_allowed``: the threads it may compute with now; read it without the lock."""
 
     def __init__(self, budget: CoreBudget, n_fixed: int | None) -> None:
         self.n_allowed = budget.n_cores
@@ -330,7 +333,7 @@ class BudgetMember:
                 budget.divide()
 
     def leave(self) -> None:
-        """Record that the member waits for work from now on, or is closed."""
+        """Record that the member waits for work from now on, or has been closed."""
         budget = self._budget
         with budget.lock:
             if self.is_computing:
@@ -345,7 +348,7 @@ _making = Lock()
 
 
 def process_budget() -> CoreBudget:
-    """Return the budget of this process: the cores it may use."""
+    """Return the budget of this process, made from ``usable_cores`` at the first call."""
     global _budget
     with _making:
         if _budget is None:
@@ -362,11 +365,11 @@ def limit_cores(n_cores: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """Drop the budget: the parent's engines do not compute here, and its locks may be held by threads that are gone."""
+    """Drop the budget: the parent's engines do not compute here, and threads that are gone may hold its locks."""
     global _budget, _making, _marks
     _budget, _making, _marks = None, Lock(), ()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
-mark_cores()  # of the first engine; until it computes, a model is imported and loaded
+mark_cores()  # for the first engine, which computes only after llamapipe is imported and a model is loaded

@@ -1,7 +1,7 @@
 """Files that processes share: opening, ownership, locks, and reads and writes at an offset.
 
-Open this file for what POSIX and Windows do differently with files. On Windows, Python does not show a file's owner or
-who else may write to it, so only its kind is checked: use folders that belong to the user.
+Open this file where POSIX and Windows treat files differently. On Windows, Python does not report a file's owner or who
+else may write to it, so callers can check only its kind: use folders that belong to the user.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if sys.platform == "win32":
     _kernel.CreateFileW.restype = ctypes.c_void_p
     _NOBODY = ctypes.c_void_p(-1).value  # INVALID_HANDLE_VALUE
     _SHARE_ALL, _NORMAL = 7, 0x80
-    _WAIT, _AT_ONCE = 2, 3  # an exclusive lock, which LockFileEx waits for or not
+    _WAIT, _AT_ONCE = 2, 3  # flags of LockFileEx: wait for an exclusive lock, or fail if it is taken
     _LOCK_VIOLATION = 33
 
     class _Place(ctypes.Structure):
-        """OVERLAPPED. A lock blocks access to the locked bytes, so it covers a byte that no file has."""
+        """OVERLAPPED: the place of a lock. A lock blocks access to its bytes, so it covers a byte that no file has."""
 
         _fields_ = (
             ("internal", ctypes.c_void_p),
@@ -44,9 +44,9 @@ if sys.platform == "win32":
         if Path(path).is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         access = {os.O_RDONLY: 0x80000000, os.O_WRONLY: 0x40000000}.get(flags & 3, 0xC0000000)
-        # CREATE_NEW, OPEN_ALWAYS or OPEN_EXISTING.
+        # The values mean CREATE_NEW, OPEN_ALWAYS and OPEN_EXISTING.
         how = 1 if flags & os.O_EXCL else 4 if flags & os.O_CREAT else 3
-        # Unlike os.open it lets the file be renamed and deleted while it is open.
+        # Unlike os.open, this lets others rename and delete the file while it is open.
         handle = _kernel.CreateFileW(str(path), access, _SHARE_ALL, None, how, _NORMAL, None)
         if handle == _NOBODY:
             error = ctypes.WinError(ctypes.get_last_error())
@@ -89,7 +89,7 @@ if sys.platform == "win32":
     def has_name(fd: int, path: Path) -> bool:
         """Return whether an open file still has this name; it may have been deleted and replaced."""
         try:
-            return os.fstat(fd).st_ino == path.lstat().st_ino  # the device is not always told
+            return os.fstat(fd).st_ino == path.lstat().st_ino  # Windows does not always report the device
         except FileNotFoundError:
             return False
 
@@ -104,7 +104,7 @@ else:
 
         ``flags``: flags of ``os.open`` for access and creation. ``mode``: the permissions of a new file.
         """
-        # O_NONBLOCK: a pipe would be waited for.
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def lock(fd: int, wait: bool = True) -> None:
@@ -115,7 +115,7 @@ else:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(fd: int) -> None:
-        """Release the lock of an open file, even if a forked process holds it, too."""
+        """Release the lock of an open file, even if a forked process has the same open file."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def has_name(fd: int, path: Path) -> bool:

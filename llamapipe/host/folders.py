@@ -1,4 +1,4 @@
-"""llamapipe's folders on the user's disk: one for files that can be recreated, and private ones for a process."""
+"""llamapipe's folders on the user's disk: a cache of files that can be recreated, and private folders of a process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from llamapipe.host import files
 def cache_folder() -> Path:
     """Return llamapipe's folder in the user's cache, which may not exist yet. It may be deleted at any time.
 
-    ``LLAMAPIPE_CACHE_DIR`` sets it; else it is ``llamapipe`` in ``XDG_CACHE_HOME``, ``~/Library/Caches`` on macOS,
-    ``%LOCALAPPDATA%`` on Windows, ``~/.cache`` elsewhere. Raises RuntimeError if there is no home folder.
+    ``LLAMAPIPE_CACHE_DIR`` sets it. By default it is ``llamapipe`` in ``XDG_CACHE_HOME`` if that is set, else in
+    ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows, ``~/.cache`` elsewhere. Raises RuntimeError if there
+    is no home folder.
     """
     if own := os.environ.get("LLAMAPIPE_CACHE_DIR"):
         return Path(own).expanduser().absolute()
@@ -33,15 +34,15 @@ def cache_folder() -> Path:
 
 @contextmanager
 def private_folder(kind: str) -> Iterator[Path]:
-    """Create a folder in the user's cache that only the user can read; it is deleted when the block ends.
+    """Create a folder in ``kind`` of the user's cache that only the user can read; delete it when the block ends.
 
-    Folders left behind by killed processes are deleted as well, recognized by a lock that nobody holds. Raises OSError,
-    RuntimeError if there is no home folder.
+    This also deletes folders that killed processes left behind, whose locks nobody holds. Raises OSError if the folder
+    cannot be created, RuntimeError if there is no home folder.
     """
     parent = cache_folder() / kind
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (parent / "lock").open("w") as everyone:
-        # Held until the new folder is locked: another process would take it for one that was left behind.
+        # Held until the new folder is locked. Otherwise another process could take it for a folder left behind.
         files.lock(everyone.fileno())
         for old in parent.iterdir():
             if old.is_dir() and not _is_in_use(old):
@@ -52,7 +53,7 @@ def private_folder(kind: str) -> Iterator[Path]:
     try:
         with own:
             yield folder
-    finally:  # once the lock's file is closed: Windows deletes none that is open
+    finally:  # after the lock's file is closed: Windows deletes no open file
         shutil.rmtree(folder, ignore_errors=True)
 
 

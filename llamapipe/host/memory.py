@@ -1,6 +1,6 @@
-"""Reports how much memory this process could ever have, and how much is free for it now.
+"""Reports how much memory this process could have at most, and how much is free for it now.
 
-Both are the lowest of the machine's own limit and the limits of the process's control groups. Only Linux reports them;
+Both figures are the lowest of the machine's and those of the process's control groups. Only Linux reports them;
 elsewhere the functions return None.
 """
 
@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_limit() -> int | None:
-    """Return the bytes of memory and swap that this process could have at most; None if unknown. Any thread."""
+    """Return the maximum bytes of memory and swap that this process could have; None if unknown. Any thread."""
     try:
         values = _meminfo(_MEMINFO)
         limits = [values["MemTotal"] + values["SwapTotal"]]
@@ -29,9 +29,9 @@ def memory_limit() -> int | None:
 def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) -> int | None:
     """Return the bytes that this process can still take without swapping; None if unknown. Any thread.
 
-    It is the lowest of the kernel's estimate (``MemAvailable``) and each control group's limit minus its usage. File
-    pages that the kernel can drop count as free. Other processes can change the figure at any time. ``meminfo`` and
-    ``limits`` are the files to read; the defaults are this machine's.
+    The result is the lowest of the kernel's estimate (``MemAvailable``) and each control group's limit minus its usage.
+    File pages that the kernel can drop count as free. Other processes can change the figure at any time. ``meminfo``
+    and ``limits`` are the files to read; the defaults are this machine's.
     """
     try:
         machine = _meminfo(meminfo)
@@ -40,7 +40,7 @@ def free_memory(meminfo: Path = _MEMINFO, limits: Sequence[Path] | None = None) 
         return None
     for file in _limit_files() if limits is None else limits:
         limit = _number(file)
-        if limit is None or limit >= total:  # no limit of version 1 is a large number
+        if limit is None or limit >= total:  # version 1 reports a large number if there is no limit
             continue
         first_version = file.name == "memory.limit_in_bytes"
         usage = _number(file.with_name("memory.usage_in_bytes" if first_version else "memory.current"))
@@ -59,8 +59,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system if the C library keeps it for later (glibc). Any thread."""
-    import ctypes  # of use only here, and late
+    """Return to the system the freed memory that the C library keeps for later (glibc only). Any thread."""
+    import ctypes  # imported here, because nothing else here needs it
 
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -74,7 +74,7 @@ def _limit_files() -> tuple[Path, ...]:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """Return bytes by name; entries without a unit are left out."""
+    """Return the entries of a ``meminfo`` file in bytes, by name; entries without a unit are left out."""
     lines = (line.split(":", 1) for line in path.read_text().splitlines())
     return {name: 1024 * int(value.split()[0]) for name, value in lines if value.endswith("kB")}
 

@@ -1,7 +1,7 @@
 """The outputs of one step: poll them, wait for them, or read them.
 
-Nothing here waits for any other step. Arrays stay valid after the output is released, because they hold the native step
-that owns their memory.
+Nothing here waits for another step. Arrays stay valid after the output is released, because they hold a reference to
+the native step that owns their memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Handle(NotCopyable):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child, where a lock held by one of the parent's threads is never released."""
+        """Whether this process is a forked child, where locks held by the parent's threads are never released."""
         return self._context.forked
 
     def __del__(self) -> None:
@@ -65,11 +65,11 @@ class _Rows:
 
 
 class Logits:
-    """The output rows of a step, float32 ``(n_outputs, n_vocab)``, fetched when they are first used.
+    """The output rows of a step, float32 ``(n_outputs, n_vocab)``, fetched at the first use.
 
-    Pass it wherever numpy accepts an ``array_like``; indexing, ``len`` and ``shape`` work as well. Converting it to an
-    array, or indexing it, waits for that step only. The arrays are read-only views where possible and stay valid for
-    as long as they are kept. Any thread.
+    Pass the object wherever numpy accepts an ``array_like``; indexing, ``len`` and ``shape`` work as well. Converting
+    it to an array, or indexing it, waits for that step only. The arrays are read-only views where possible and stay
+    valid as long as they are referenced. Any thread.
     """
 
     __slots__ = ("_output", "dtype", "shape")
@@ -101,12 +101,11 @@ class StepOutput(NotCopyable):
     """The outputs of one submitted batch, which may not be computed yet.
 
     Rows follow the order of the batch entries whose ``outputs`` flag is set. ``n_tokens`` and ``n_outputs`` count the
-    batch's tokens and rows. Any thread.
+    batch's tokens and output rows. Any thread.
 
-    An output is released when its last reference is dropped. Call ``release``, or use ``with``, to free its rows
-    sooner.
+    Dropping the last reference releases the output. Call ``release``, or use ``with``, to free its rows sooner.
 
-    ``wait``, ``logits`` and ``candidates`` raise the step's own error on every read: DecodeError, ContextFullError, or
+    ``wait``, ``candidates`` and every use of ``logits`` raise the step's own error: DecodeError, ContextFullError, or
     EngineClosedError if the pipeline was closed before the step was launched.
     """
 
@@ -124,7 +123,7 @@ class StepOutput(NotCopyable):
         elif not self.ready:
             state = "pending"
         else:
-            state = "done"  # or failed; asking which would mark the error as read
+            state = "done"  # or failed: a check would mark the error as read
         return f"<StepOutput n_tokens={self.n_tokens} n_outputs={self.n_outputs} {state}>"
 
     @property
@@ -145,7 +144,7 @@ class StepOutput(NotCopyable):
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is computed.
 
-        Raises TimeoutError after ``timeout`` seconds, in which case the step continues, and the step's own error.
+        Raises the step's own error, or TimeoutError after ``timeout`` seconds; the step then continues.
         """
         handle = self._held()
         timeout_ns = -1
@@ -159,11 +158,11 @@ class StepOutput(NotCopyable):
 
     @property
     def candidates(self) -> Candidates:
-        """The largest logits of each row and the row's log-sum-exp. Waits for the step."""
+        """The 40 largest logits of each row and the row's log-sum-exp. Waits for the step."""
         return Candidates(self._read())
 
     def release(self) -> None:
-        """Free the rows' place in the ring for later steps. Arrays that were read before stay valid."""
+        """Free the rows' slot in the ring for later steps. Arrays that were read before stay valid."""
         with self._lock:
             handle, self._handle = self._handle, None
             self._rows = None

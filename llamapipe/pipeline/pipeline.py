@@ -1,8 +1,8 @@
 """The pipeline as a public object: ``submit`` a batch now, read its output later.
 
-This file checks arguments and owns the public lifetime. The queue, the launch thread and the output ring are native and
-owned by ``llama.native_pipeline``. Every argument of an operation on KV cells is checked before the operation is
-queued: llama.cpp aborts the process on some wrong ones.
+This file checks arguments and manages the lifetime of the public object. The queue, the launch thread and the output
+ring are native, and ``llama.native_pipeline`` owns them. Every argument of an operation on KV cells is checked before
+the operation is queued: some wrong arguments make llama.cpp abort the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PipelineMemory:
     those submitted later. ``p0`` and ``p1`` are positions; ``p1`` is exclusive, and -1 means the end of the sequence.
     Any thread, until the pipeline is closed.
 
-    Every method raises TypeError and ValueError for wrong arguments and EngineClosedError when the pipeline is closed.
+    Every method raises TypeError or ValueError for wrong arguments, EngineClosedError if the pipeline is closed.
     """
 
     def __init__(self, pipeline: NativePipeline) -> None:
@@ -45,7 +45,7 @@ class PipelineMemory:
     def remove(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
         """Remove positions ``[p0, p1)`` of a sequence.
 
-        Raises InvalidRequestError for a part of a sequence when the model is recurrent: it keeps no history.
+        Raises InvalidRequestError for a part of a sequence if the model is recurrent, because it keeps no history.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
@@ -57,10 +57,10 @@ class PipelineMemory:
         self._queue("REMOVE", seq_id, p0=first, p1=end)
 
     def copy(self, src: int, dst: int, p0: int = 0, p1: int = -1) -> None:
-        """Share positions ``[p0, p1)`` of ``src`` with ``dst``, which should be empty.
+        """Copy positions ``[p0, p1)`` of ``src`` to ``dst``, which should be empty; unified KV shares the cells.
 
-        Raises InvalidRequestError for a part of a sequence when the model is recurrent or the KV cells are split by
-        sequence (``kv_unified=False``): llama.cpp then copies whole sequences only.
+        Raises InvalidRequestError for a part of a sequence if the model is recurrent or the KV cells are split by
+        sequence (``kv_unified=False``), because llama.cpp then copies whole sequences only.
         """
         self._seq("src", src)
         self._seq("dst", dst)
@@ -83,7 +83,7 @@ class PipelineMemory:
         """Add ``delta`` to positions ``[p0, p1)`` of a sequence. The next step rotates its keys.
 
         Raises InvalidRequestError if the model's positions cannot be shifted, if they would leave the context, or if
-        the sequence has shared cells with another one since ``copy`` (unified KV): that one would be shifted too.
+        ``copy`` made the sequence share cells with another one (unified KV), which would be shifted, too.
         """
         self._seq("seq_id", seq_id)
         first, end = self._range(p0, p1)
@@ -130,10 +130,10 @@ class PipelineStats:
     """Counters since the pipeline was created.
 
     ``steps``: batches launched. ``n_decodes``: the ``llama_decode`` calls they were cut into. ``n_waits``: times a
-    thread blocked for one step. ``n_syncs``: times it blocked for all work (``llama_synchronize``). ``n_copies`` and
-    ``n_bytes``: copies of rows to host memory and their bytes. ``n_moved``: copies that freed a slot because the ring
-    was full of unread outputs. ``n_memory_ops``: KV operations applied. ``n_reused``: compute graphs that llama.cpp
-    reused. ``compute_s``: seconds of computing, where the backend reports it.
+    thread blocked for one step. ``n_syncs``: times a thread blocked for all work (``llama_synchronize``). ``n_copies``
+    and ``n_bytes``: copies of rows to host memory and their bytes. ``n_moved``: copies that freed a slot of the ring
+    because unread outputs filled it. ``n_memory_ops``: KV operations applied. ``n_reused``: compute graphs that
+    llama.cpp reused. ``compute_s``: seconds of computing, where the backend reports them.
     """
 
     steps: int
@@ -156,14 +156,14 @@ class Pipeline(DrainingOwner):
     ``n_outputs_max`` rows, until they are read or released. If all slots hold unread rows, the oldest output is copied
     out of the ring.
 
-    ``n_ctx``: positions each sequence may use. ``n_outputs_max``: maximum output rows of one decode (default
+    ``n_ctx``: positions that each sequence may use. ``n_outputs_max``: maximum output rows of one decode (default
     ``n_ubatch``); a batch with more is cut into several decodes. ``ring``: ``"auto"``, ``"events"``, ``"sync"`` or
-    ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the chosen one. ``Context`` describes the other
+    ``"off"`` (see ``docs/backends.md``); the attribute ``mode`` holds the mode in use. ``Context`` describes the other
     options.
 
-    Any thread. Close it before its model, or use ``with``.
+    Any thread. Close the pipeline before its model, or use ``with``.
 
-    Raises TypeError and ValueError for wrong options, BackendError if the context cannot be created.
+    Raises TypeError or ValueError for wrong options, BackendError if the context cannot be created.
     """
 
     def __init__(
@@ -223,13 +223,13 @@ class Pipeline(DrainingOwner):
         return f"<Pipeline {state} depth={self.depth} {self._pipeline.context!r}>"
 
     def submit(self, batch: DecodeBatch) -> StepOutput:
-        """Queue a batch after those submitted before and return its output. Any thread.
+        """Queue a batch after earlier ones and return its output. Any thread.
 
-        The positions of each sequence must continue from its last one without a gap. Blocks while ``depth`` steps are
-        submitted and not yet computed.
+        The positions of each sequence must continue from its last position without a gap. Blocks while ``depth`` steps
+        are submitted and not yet computed.
 
-        Raises TypeError and ValueError for a batch that does not fit, in which case nothing is queued, and
-        EngineClosedError when the pipeline is closed.
+        Raises TypeError or ValueError for a batch that does not fit; nothing is queued then. Raises EngineClosedError
+        if the pipeline is closed.
         """
         if not isinstance(batch, DecodeBatch):
             raise TypeError(f"batch must be a DecodeBatch, not {type(batch).__name__}")
@@ -279,7 +279,7 @@ class Pipeline(DrainingOwner):
     def close(self, drain: bool = True) -> None:
         """Free the native memory. Computed outputs can still be read; a second call does nothing.
 
-        With ``drain``, submitted steps are computed first. Without it they fail, including the running step if its
+        With ``drain``, submitted steps are computed first. Otherwise they fail, including the running step if its
         backend can abort it (CPU).
         """
         self._pipeline.close(check_flag("drain", drain))

@@ -1,7 +1,7 @@
-"""Traces: when each stage of each step ran, for Perfetto or as an SVG timeline.
+"""Traces record when each stage of each step ran, for Perfetto or as an SVG timeline.
 
-Stages of the pipeline are timed by native code and fetched when the trace is read. Stages of the caller (``add``,
-``span``) are kept in Python; both use the clock of ``time.perf_counter``.
+Native code times the stages of the pipeline; reading the trace fetches them. Stages of the caller (``add``, ``span``)
+are kept in Python. The times of both are those of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamapipe.native.load import enum_names
 class Span(NamedTuple):
     """One stage of one step, in seconds of ``time.perf_counter``; ``step`` is -1 for work between steps.
 
-    ``n_drafted``, ``n_accepted``: the step's guessed tokens, and how many were right; set for the stage ``deliver``.
+    ``n_drafted``, ``n_accepted``: the numbers of the step's drafted and accepted tokens; set for the stage ``deliver``.
     """
 
     stage: str
@@ -37,15 +37,15 @@ class Span(NamedTuple):
     n_accepted: int = 0
 
 
-# Top to bottom in the timeline, followed by the caller's own stages.
+# The stages in the timeline from top to bottom; the caller's own stages follow.
 ORDER = ("plan", "memory", "launch", "compute", "copy", "wait", "sample", "deliver")
 
 
 def _clock_offset_s(now_ns: Callable[[], int]) -> float:
-    """Return the offset to add to another steady clock's seconds to get the seconds of ``perf_counter``.
+    """Return the seconds to add to another steady clock's time to get the time of ``perf_counter``.
 
-    The other clock is read between two reads of ours, a few times; the two reads are closest when nothing interrupted
-    the thread.
+    This reads the other clock between two reads of ours, five times, and uses the reading whose two reads are closest:
+    nothing interrupted the thread there.
     """
     readings = [(perf_counter(), now_ns(), perf_counter()) for _ in range(5)]
     begin_s, ns, end_s = min(readings, key=lambda reading: reading[2] - reading[0])
@@ -55,15 +55,15 @@ def _clock_offset_s(now_ns: Callable[[], int]) -> float:
 class Trace:
     """Records the stages of a pipeline's steps between ``start`` and ``stop``. Any thread.
 
-    Beyond ``max_spans`` the oldest spans are dropped. While ``on`` is False a stage costs one comparison.
+    Beyond ``max_spans`` spans, the oldest are dropped. While ``on`` is False, a stage costs one comparison.
 
     The stages: ``plan`` and ``deliver`` (engines only), ``memory`` (KV operations), ``launch`` (the call that starts a
     decode; on a CPU it returns when the step is computed), ``compute``, ``copy`` (rows to host memory), ``wait`` (a
-    reader blocks), ``sample``, and any stage recorded with ``span``.
+    reader blocks), ``sample``, and any stage recorded with ``span`` or ``add``.
     """
 
     def __init__(self, pipeline: NativePipeline, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Make a trace. ``notes``: metadata for Chrome's format, such as why there are no guesses."""
+        """Make a trace. ``notes``: metadata for Chrome's format, such as why nothing is drafted."""
         self._pipeline = pipeline
         self._notes = notes
         self._lock = Lock()
@@ -75,7 +75,7 @@ class Trace:
         return f"<Trace {'on' if self.on else 'off'} n_spans={len(self._spans)}>"
 
     def start(self, max_spans: int = 100_000) -> None:
-        """Start recording; earlier spans are dropped."""
+        """Drop earlier spans and start recording at most ``max_spans`` spans."""
         most = check_int("max_spans", max_spans, 1, 10_000_000)
         with self._lock:
             self._drain()
@@ -94,9 +94,9 @@ class Trace:
     def add(
         self, stage: str, step: int, begin_s: float, end_s: float, n_drafted: int = 0, n_accepted: int = 0
     ) -> None:
-        """Record a stage that the caller measured in ``time.perf_counter`` seconds.
+        """Record a stage that the caller measured in seconds of ``time.perf_counter``; does nothing unless ``on``.
 
-        For the other arguments see ``Span``.
+        ``Span`` describes the arguments.
         """
         if self.on:
             self._spans.append(Span(stage, step, begin_s, end_s, n_drafted=n_drafted, n_accepted=n_accepted))
@@ -106,7 +106,7 @@ class Trace:
 
     @contextmanager
     def span(self, stage: str, step: int = -1) -> Iterator[None]:
-        """Time the body and record it as ``stage``: ``with pipe.trace.span("consume", out.number)``."""
+        """Time the block and record it as ``stage``: ``with pipe.trace.span("consume", out.number)``."""
         begin_s = perf_counter()
         try:
             yield
@@ -114,7 +114,7 @@ class Trace:
             self.add(stage, step, begin_s, perf_counter())
 
     def spans(self) -> list[Span]:
-        """Return the recorded spans, sorted by their beginning."""
+        """Return the recorded spans, sorted by ``begin_s``."""
         with self._lock:
             self._drain()
             return sorted(self._spans[-self._max :], key=lambda s: s.begin_s)
@@ -173,7 +173,7 @@ class Trace:
     ) -> Path:
         """Write the trace as ``.json`` (Chrome's trace events) or ``.svg``.
 
-        The other arguments are passed on to ``to_svg``. Raises ValueError for another suffix.
+        The other arguments apply to ``.svg``; see ``to_svg``. Raises ValueError for another suffix.
         """
         target = check_trace_path(path)
         if target.suffix == ".json":
@@ -215,7 +215,7 @@ def check_trace_path(path: str | Path) -> Path:
 
 
 def _lanes(spans: list[Span]) -> list[str]:
-    """Return the stages that occur, in the order they are shown."""
+    """Return the stages that occur in ``spans``, from top to bottom."""
     stages = {span.stage for span in spans}
     return [stage for stage in ORDER if stage in stages] + sorted(stages - set(ORDER))
 
@@ -235,7 +235,7 @@ _STYLE = (
 
 
 def _draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
-    """Draw the SVG document, for light and dark pages; ``lanes`` names the stages from top to bottom."""
+    """Return an SVG document for light and dark pages; ``lanes`` names the stages from top to bottom."""
     from html import escape
 
     begin_s = min((span.begin_s for span in spans), default=0.0)
@@ -285,7 +285,7 @@ def _about(span: Span) -> str:
 
 
 def _tick(length_s: float) -> float:
-    """Return a round distance between ticks in seconds; at most 12 fit into ``length_s``."""
+    """Return a round interval between ticks in seconds, so that at most 12 fit into ``length_s``."""
     step = 1e-6
     while True:
         for factor in (1, 2, 5):

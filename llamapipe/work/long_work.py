@@ -1,12 +1,12 @@
 """Work that takes too long for an event loop: tokenizing long texts, rendering long chats, compiling constraints.
 
-Open this file to change what leaves the event loop, or when such work ends early.
+Open this file to change which work leaves the event loop, or when such work ends early.
 
 The principle: an event loop never computes for long. ``takes_long`` estimates the work from the length of its texts,
 ``LongWork`` does it in threads that are fair to clients, and a deadline, a cancelled task or a closed engine ends it.
 
-A schema or a grammar is compiled in one go and cannot be stopped. Within a client, short ones come first, long ones
-leave cores to others, and only a limited number may wait.
+The compilation of a schema or a grammar cannot be interrupted. Within a client, short constraints come first, long ones
+leave cores to other work, and only a limited number of long ones may wait.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LONG = 8192  # characters
 _LARGE = 2**16  # characters: beyond them memory matters
-_MOST = 2**24  # characters that are counted
+_MOST = 2**24  # characters: counting stops here
 _VALUE = 64  # characters: about what a dict, a list or a text needs besides its contents
 _N_THREADS = 8
-_S_PER_CHARACTER = 1e-4  # of a constraint, about what the slow ones take
-MOST_CONSTRAINTS = 32  # different long ones of one client that wait to be compiled
-_MOST_COMPILED = 64  # that are remembered; fewer than the compiler keeps
-_LOOK_S = 0.02  # between two looks at jobs that take long
+_S_PER_CHARACTER = 1e-4  # seconds to compile a character of a slow constraint, approximately
+MOST_CONSTRAINTS = 32  # different long constraints of one client that wait to be compiled
+_MOST_COMPILED = 64  # compiled constraints that are remembered; fewer than the compiler keeps
+_LOOK_S = 0.02  # seconds between two checks for jobs that take long
 
 
-# Whether this task has compiled its constraint. It is kept, so what follows is quick.
+# Whether this task has compiled its constraint. The compiler keeps the result, so later calls of the task are quick.
 _has_compiled: ContextVar[bool] = ContextVar("has_compiled", default=False)
 
 
 class LongWork:
-    """Threads for the work of event loops, up to ``n_threads``, fair to shares. Any thread.
+    """Runs the long work of event loops on up to ``n_threads`` threads that are fair to shares. Any thread.
 
-    The amount of large work in progress is limited, because it needs memory: tokenizing 15 million characters of
-    English took 27 bytes for each character with Qwen2.5's vocabulary, and 58 with the bundled model's.
+    The total size of the large jobs that run at the same time is limited, because they need memory: tokenizing
+    15 million characters of English took 27 bytes per character with Qwen2.5's vocabulary, and 58 with the bundled
+    model's.
 
-    asyncio's default executor has few threads and runs calls in their order, so one client with long schemas would
-    block all others.
+    asyncio's default executor has few threads and runs calls in order. One client with long schemas would block all
+    others there.
     """
 
     def __init__(self, n_threads: int = _N_THREADS) -> None:
         self._threads = FairThreads(n_threads, most_slow=max(usable_cores() // 2, 1))
-        self._looks: dict[asyncio.AbstractEventLoop, _Looks] = {}  # of the loops that wait
+        self._looks: dict[asyncio.AbstractEventLoop, _Looks] = {}  # by event loop that waits for a job
         self._is_closed = False
-        self._lock = Lock()  # of what follows
-        # Long constraints by client: those that wait or are being compiled, and some that were.
+        self._lock = Lock()  # for the two attributes below
+        # By client: the long constraints that wait or are being compiled. ``_compiled`` has the latest compiled ones.
         self._compiling: dict[Hashable, Counter[Hashable]] = {}
         self._compiled: OrderedDict[Hashable, None] = OrderedDict()
 
@@ -73,15 +74,15 @@ class LongWork:
     async def run(self, function: Callable[..., T], *arguments: object, size: int = 0) -> T:
         """Call ``function(*arguments)`` in a thread, with the context variables of this task.
 
-        ``size``: the characters that it converts, as ``size_of`` counts them. A deadline of the context ends the wait.
-        ``check_wanted`` ends the function itself at the deadline, when the task is cancelled and when the engine is
-        closed.
+        ``size``: the number of characters that the function converts, as ``size_of`` counts them. A deadline in the
+        context ends the wait. ``check_wanted`` ends the function itself at the deadline, when the task is cancelled
+        and when the engine is closed.
 
-        Raises QueueFullError if too many long constraints of the same client wait.
+        Raises QueueFullError if too many long constraints of the same client wait, TimeoutError at the deadline.
         """
         loop, share = running_loop(), tenant.get().share
         constraints = [] if _has_compiled.get() else _constraints(function, arguments)
-        # Looking at them may take long, too, so another thread does.
+        # Measuring the constraints may take long, too, so another thread measures them.
         n, digest = await self.run(_measured, constraints) if constraints else (0, 0)
         place = Place(n * _S_PER_CHARACTER)
         key = (share, digest) if place.is_slow else None
@@ -142,7 +143,7 @@ class LongWork:
                 del self._looks[loop]
 
     def _begun(self, share: Hashable, key: Hashable) -> bool:
-        """Count a long constraint that waits to be compiled; False if it was compiled before. Raises QueueFullError."""
+        """Count a long constraint as waiting; return False if it was compiled before. Raises QueueFullError."""
         with self._lock:
             if key in self._compiled:
                 return False
@@ -166,7 +167,7 @@ class LongWork:
                 del self._compiling[share]
 
     async def run_off_loop(self, build: Callable[..., T], values: Any, params: Any, *others: Any) -> T:
-        """Call ``build(values, params, *others)``, in a thread if it may take long."""
+        """Return ``build(values, params, *others)``, called in a thread if it may take long."""
         if not takes_long(values, params, *others):
             return build(values, params, *others)
         return await self.run(build, values, params, *others, size=size_of([values, params]))
@@ -174,14 +175,14 @@ class LongWork:
     def close(self) -> None:
         """End the threads after their jobs; jobs that call ``check_wanted`` end early.
 
-        Later work is done immediately.
+        Later work runs in the thread that calls ``run``.
         """
         self._is_closed = True
         self._threads.close()
 
 
 class _Looks:
-    """Calls ``look`` every 20 ms. A loop has one timer, because a thousand timers would take half its time."""
+    """Calls ``look`` every 20 ms. An event loop has one such timer: a thousand timers would take half its time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, look: Callable[[], object]) -> None:
         self.n_waiting = 0
@@ -201,17 +202,17 @@ class _Looks:
 
 
 def _expire(future: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-    """End the wait for a job whose time has run out."""
+    """End the wait for a job whose deadline has passed."""
     try:
         check_wanted()
     except TimeoutError as error:
         settle(future, None, error)
     else:
-        loop.call_later(_LOOK_S, _expire, future, loop)  # the clock of the loop is ahead
+        loop.call_later(_LOOK_S, _expire, future, loop)  # the loop's clock is ahead of the deadline's
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """End a future unless it has ended. For its event loop's thread."""
+    """Set a future's error, or its result if ``error`` is None, unless it is done. For its event loop's thread."""
     if future.done():
         return
     if error is None:
@@ -221,7 +222,7 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return this task's event loop. In tasks of other libraries, raise RuntimeError that says what to call instead."""
+    """Return this task's event loop. Raises RuntimeError in tasks of other libraries; it says what to call instead."""
     import asyncio
 
     try:
@@ -234,7 +235,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def to_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Call ``function(*arguments)`` in one of asyncio's threads. Use it for work that waits and hardly computes."""
+    """Return ``function(*arguments)``, called in a thread of asyncio's. Use it for work that mostly waits."""
     import asyncio
 
     return await asyncio.to_thread(function, *arguments)
@@ -271,26 +272,26 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
 
 
 def _measured(constraints: list[Any]) -> tuple[int, int]:
-    """Return the number of characters of constraints, and a number that identifies them."""
+    """Return the number of characters of constraints, and a hash that identifies slow ones (0 for others)."""
     n = _n_characters(constraints, _MOST, 0)
     return n, hash(repr(constraints)) if Place(n * _S_PER_CHARACTER).is_slow else 0
 
 
 def is_long(values: Any) -> bool:
-    """Return whether texts, or lists and messages of texts, are so long that they would hold up an event loop."""
+    """Return whether texts, or lists and messages of texts, are long enough to hold up an event loop."""
     return _n_characters(values, _LONG, 0) > _LONG
 
 
 def size_of(values: Any) -> int:
-    """Count the characters of texts, lists and messages of texts, and objects that hold them.
+    """Return the number of characters in texts, in lists and messages of texts, and in mappings of them.
 
-    The count stops at about 16 million.
+    Each value counts as 64 characters more. The count stops at about 16 million.
     """
     return _n_characters(values, _MOST, _VALUE)
 
 
 def _n_characters(values: Any, most: int, each: int) -> int:
-    """Count characters, plus ``each`` for every value, until there are more than ``most``. An image is a long text."""
+    """Count characters, plus ``each`` per value, until the count exceeds ``most``. An image counts as a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:
@@ -304,7 +305,7 @@ def _n_characters(values: Any, most: int, each: int) -> int:
         elif isinstance(value, (list, tuple)):
             n += len(value)
             if n <= most and value and isinstance(value[0], (str, Mapping, list, tuple)):
-                # Most are texts or lists of numbers. One by one, 250,000 of them would take 0.3 s.
+                # Most values are texts or lists of numbers. One by one, 250,000 values would take 0.3 s.
                 flat = [inner for inner in value if _is_flat(inner)]
                 n += each * len(flat) + sum(map(len, flat))
                 if len(flat) < len(value):
@@ -313,5 +314,5 @@ def _n_characters(values: Any, most: int, each: int) -> int:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return whether the value is a text or a list of numbers."""
+    """Return whether the value is a text, an empty list or a list of integers."""
     return type(value) is str or (type(value) is list and (not value or type(value[0]) is int))

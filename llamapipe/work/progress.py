@@ -19,12 +19,12 @@ class Progress(Protocol):
 
 
 def progress_bar(total: int | None) -> Progress:
-    """Make a tqdm bar on a terminal, a tqdm bar or a widget in a notebook, and nothing elsewhere.
+    """Return a tqdm bar for a terminal, or a widget or bar for a notebook; elsewhere the bar shows nothing.
 
-    ``total``: the number of prompts, None if it is not known. Raises ImportError if tqdm is missing.
+    ``total``: the number of prompts; None if unknown. Raises ImportError if tqdm is missing.
     """
     try:
-        with warnings.catch_warnings():  # a notebook without ipywidgets gets the bar made of text
+        with warnings.catch_warnings():  # tqdm warns if a notebook has no ipywidgets, and shows a text bar
             warnings.simplefilter("ignore")
             tqdm: Any = import_module("tqdm.auto").tqdm
     except ImportError:

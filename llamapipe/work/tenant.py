@@ -1,9 +1,9 @@
-"""The client that requests belong to: a server sets it, and every request submitted in that context has it.
+"""The client that requests belong to. A server sets it, and every request submitted in that context belongs to it.
 
 Open this file to add a limit for each client of a server.
 
-The principle: the tenant is a context variable, so no route and no call can forget to pass it on. Tasks inherit it, and
-so do the threads that ``asyncio.to_thread`` uses.
+The principle: the tenant is a context variable, so no route and no call can forget to pass it on. Tasks and the threads
+of ``asyncio.to_thread`` inherit it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import NamedTuple
 class Tenant(NamedTuple):
     """One client, or several that count as one.
 
-    ``share``: requests of different shares take turns, however many each has. ``cache``: the name of its own prefix
-    cache; None: the common one. ``grammar_timeout``: seconds of processor time that the constraint of a request may
-    take, even if its params allow more; None: no such limit. ``max_sound_s``: maximum seconds of a sound; None: all of
-    it. ``priority``: added to the priority of its requests.
+    ``share``: requests of different shares take turns, however many each has. ``cache``: the name of the tenant's own
+    prefix cache; None: the common cache. ``grammar_timeout``: maximum seconds of processor time for the constraint of a
+    request, even if its params allow more; None: no such limit. ``max_sound_s``: maximum seconds of a sound; None: no
+    limit. ``priority``: is added to the priority of the tenant's requests.
     """
 
     share: Hashable = None
@@ -31,23 +31,23 @@ class Tenant(NamedTuple):
 
 NOBODY = Tenant()
 tenant: ContextVar[Tenant] = ContextVar("tenant", default=NOBODY)
-# The name under which the engine remembers the sequence of a request; None: under none.
+# The name under which the engine remembers a request's sequence; None: it does not remember the sequence.
 conversation: ContextVar[str | None] = ContextVar("conversation", default=None)
 
 
 def grammar_limit(timeout: float | None) -> float | None:
-    """Return the time for a constraint whose params allow ``timeout``."""
+    """Return the lower of ``timeout`` and this tenant's ``grammar_timeout``, in seconds; None: no limit."""
     most = tenant.get().grammar_timeout
     return timeout if most is None else most if timeout is None else min(timeout, most)
 
 
 def is_of(owner: str | None) -> Callable[[Hashable], bool]:
-    """Return a test for a ``cache_key`` of this tenant's cache, whatever the salt and the adapters."""
+    """Return a test whether a ``cache_key`` belongs to the cache ``owner``, whatever its salt and adapters."""
     return lambda key: (key[0] if isinstance(key, tuple) else None) == owner
 
 
 def conversation_key(name: str | None) -> Hashable:
-    """Return the key of a conversation of this tenant; None if ``name`` is None."""
+    """Return the key of this tenant's conversation ``name``; None if ``name`` is None."""
     return None if name is None else (tenant.get().cache, name)
 
 
@@ -58,7 +58,7 @@ def cache_key(salt: str | None, adapters: Hashable = None) -> Hashable:
 
 
 def own_key(key: Hashable) -> Hashable:
-    """Return this tenant's equivalent of another tenant's ``cache_key``. Raises ValueError for an invalid key."""
+    """Return another tenant's ``cache_key`` with this tenant's cache. Raises ValueError for an invalid key."""
     if key is None:
         return cache_key(None)
     if not isinstance(key, tuple) or len(key) != 3 or not isinstance(key[1], (str, type(None))):

@@ -1,18 +1,18 @@
-"""Threads that take turns between clients: for samplers that take long, and for the long work of event loops.
+"""Threads that take turns between clients, for slow samplers and for the long work of event loops.
 
 Open this file to change which job runs next, or how many threads a client may use.
 
 The principle: no client can exhaust the threads, or the cores that compute steps. The shares (see ``Tenant``) take
-turns, and a named share has at most four threads at a time, but never more than are free. Of eight threads, the first
+turns. A named share uses at most four threads at a time, and never more than are free. Of eight threads, the first
 client may use four, the second two, and two more clients one each.
 
 Within a share the sampler that has taken the least processor time comes first (start-time fair queueing). One of the
 share's threads takes no jobs of samplers whose last job was slow, so forty slow constraints do not delay a quick one of
-the same client. On Linux the thread of a long job gets a lower priority, and ends with the job, because a priority
-cannot be raised again.
+the same client. On Linux the thread of a long job gets a lower priority. The thread ends with the job, because a
+process without privileges cannot raise a priority.
 
-Large jobs need memory for the texts that they convert. They declare their size, and wait in a second queue until there
-is room.
+Large jobs need memory for the texts that they convert. They declare their size, and wait in a separate queue until
+there is room.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Job = Callable[[], object]
 WORK_THREAD_NAME = "llamapipe-sampling"
 _MOST_AT_FIRST = 4
 _MOST_OF_SHARE = 4
-_LONG_S = 0.01  # a job that runs longer may leave its core to another thread's
-_SLOW_S = 0.1  # a job that runs longer gets a thread of lower priority; schemas usually take less
-_MOST_SIZE = 2**22  # of the large jobs that run at a time; a larger one runs without others
-_NICE = 10  # about a tenth of the time of a thread that computes steps, where they need all cores
+_LONG_S = 0.01  # if all threads have been busy for longer, a spare one starts
+_SLOW_S = 0.1  # the thread of a job that runs longer gets a lower priority; schemas usually take less
+_MOST_SIZE = 2**22  # characters of the large jobs that run at the same time; a larger job runs without others
+_NICE = 10  # while steps need all cores, about a tenth of the CPU time of a thread that computes them
 
 
 class _Waiting(NamedTuple):
@@ -48,14 +48,14 @@ class _Waiting(NamedTuple):
     is_slow: bool
 
 
-_Line = list[tuple[float, int, _Waiting]]  # a heap: by place, then in order
+_Line = list[tuple[float, int, _Waiting]]  # a heap: by place in seconds, then in order of arrival
 
 
 class Place:
     """The place of one sampler's next job among the jobs of its share, in seconds of processor time.
 
-    ``FairThreads.run`` moves it up to the place of the share; ``took`` adds the time of a job. ``is_slow``: its last
-    jobs took long. ``expected_s``: how long the next job may take, if that is known, so that cheap jobs come first.
+    ``FairThreads.run`` moves the place up to that of the share; ``took`` adds the time of a job. ``is_slow``: the last
+    jobs took long. ``expected_s``: how long the next job may take, so that cheap jobs come first; 0: unknown.
     """
 
     __slots__ = ("at_s", "expected_s", "is_slow")
@@ -66,7 +66,7 @@ class Place:
         self.is_slow = expected_s > _SLOW_S
 
     def took(self, seconds: float, together_s: float) -> None:
-        """Add the processor time of a job, which took ``together_s`` including the jobs that ran with it."""
+        """Add the processor time of a job; ``together_s`` includes the jobs that ran with it."""
         self.at_s += seconds
         self.is_slow = together_s > _LONG_S
 
@@ -74,7 +74,7 @@ class Place:
 class _Share:
     """Three queues of jobs: ``jobs``, ``slow`` (of samplers whose last job was slow), and ``large``.
 
-    ``was_large``: whether the last turn went to a large job. ``now_s``: the place of the job that began last.
+    ``was_large``: whether the last turn went to a large job. ``now_s``: the place of the latest job that began.
     """
 
     def __init__(self, most: int, most_slow: int) -> None:
@@ -94,13 +94,13 @@ class _Share:
 
     @property
     def ready(self) -> _Line:
-        """The queue of the next job that is not large. One thread is reserved for jobs that are not slow."""
+        """The queue of the next job that is not large. Slow jobs use at most ``most_slow`` threads."""
         if not self.slow or (self.jobs and self.jobs[0] < self.slow[0]):
             return self.jobs
         return self.slow if self.n_slow < self.most_slow else self.jobs
 
     def add(self, waiting: _Waiting, place: Place | None) -> None:
-        """Add a job to its queue."""
+        """Add a job to its queue. ``place``: None puts it at the place of the share."""
         if waiting.size:
             self.large.append(waiting)
             return
@@ -111,7 +111,7 @@ class _Share:
         heappush(self.slow if waiting.is_slow else self.jobs, (at_s, next(self._order), waiting))
 
     def take(self, is_large: bool) -> _Waiting:
-        """Return the next job."""
+        """Remove the next job from its queue, the large one if ``is_large``, and return it."""
         self.was_large = is_large
         if is_large:
             return self.large.popleft()
@@ -124,23 +124,23 @@ class _Share:
 class FairThreads:
     """Threads that run jobs: as many as there are cores, but at most four.
 
-    While all of them have been busy for 10 ms, ``add_spare_thread`` starts another one, up to ``n_max``: a job that
-    hangs must not stop the jobs of other requests. The threads start with the first jobs and end with ``close``. Any
-    thread. ``most_slow``: maximum number of slow jobs of a share that run at the same time; None: all its threads but
-    one.
+    When all threads have been busy for 10 ms, ``add_spare_thread`` starts another one, up to ``n_max``: a hanging job
+    must not stop the jobs of other requests. The threads start with the first jobs and end with ``close``. Any thread.
+
+    ``most_slow``: maximum number of a share's slow jobs that run at the same time; None: all its threads but one.
     """
 
     def __init__(self, n_max: int, most_slow: int | None = None) -> None:
         self._most_slow = most_slow
         self._n_first = max(min(usable_cores(), _MOST_AT_FIRST, n_max), 1)
         self._n_max = n_max
-        self._lock = Lock()  # of what follows; held for microseconds
+        self._lock = Lock()  # for the attributes below; held for microseconds
         self._shares: OrderedDict[Hashable, _Share] = OrderedDict()  # in the order of their turns
         self._n_running = 0
-        self._size = 0  # of the large jobs that run
+        self._size = 0  # characters of the large jobs that run
         self._threads: list[_Thread] = []
         self._closed = False
-        # True for each job that might run now, False to end a thread.
+        # True wakes a thread for a job that might run now; False ends a thread.
         self._wakes: SimpleQueue[bool] = SimpleQueue()
 
     def __repr__(self) -> str:
@@ -157,9 +157,9 @@ class FairThreads:
     ) -> None:
         """Call ``job``, which must not raise, on one of the threads. After ``close``, call it immediately.
 
-        ``is_python``: the job holds the interpreter's lock, so its thread keeps its priority. ``size``: the characters
-        of a large job; 0: it needs little memory. ``place``: shared by the jobs of one sampler; None: this is the only
-        job.
+        ``is_python``: the job holds the interpreter's lock, so its thread keeps its priority. ``size``: the number of
+        characters of a large job; 0: the job needs little memory. ``place``: the jobs of one sampler share it; None:
+        the sampler has only this job.
         """
         with self._lock:
             if not self._closed:
@@ -179,9 +179,9 @@ class FairThreads:
         job()
 
     def add_spare_thread(self) -> None:
-        """Lower the priority of long jobs.
+        """Lower the priority of threads whose jobs have run for 100 ms.
 
-        Start another thread if jobs wait and all threads have been busy for long.
+        Start another thread if jobs wait and all threads have been busy for 10 ms.
         """
         if not self._shares:
             return
@@ -199,13 +199,13 @@ class FairThreads:
                 self._start()
 
     def _next(self) -> tuple[Hashable, bool] | None:
-        """Return the share whose turn it is, and whether it is its large jobs' turn; None if nothing may run now."""
+        """Return the share to serve next and whether to run its large jobs; None if no job may run now."""
         has_room = True
         for name, share in self._shares.items():
             n_most = share.most if name is None else min(share.most, self._n_max - self._n_running)
             if share.n_running >= n_most:
                 continue
-            if share.large:  # one that has to wait is not overtaken by those of later shares
+            if share.large:  # large jobs of later shares do not overtake a large job that has to wait
                 has_room = has_room and (not self._size or self._size + share.large[0].size <= _MOST_SIZE)
                 if has_room and not (share.was_large and share.ready):
                     return name, True
@@ -214,7 +214,7 @@ class FairThreads:
         return None
 
     def take(self) -> tuple[_Waiting, Hashable] | None:
-        """Return the next job and its share; None if every share with jobs has all its threads. For the threads."""
+        """Return the next job and its share; None if no waiting job may run now. For the threads."""
         with self._lock:
             next_share = self._next()
             if next_share is None:
@@ -229,7 +229,7 @@ class FairThreads:
             return job, name
 
     def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
-        """Record the end of a job. Return False if its thread must end. For the threads."""
+        """Record the end of a job of the share ``name``. Return False if its thread must end. For the threads."""
         with self._lock:
             thread.began_s = None
             share = self._shares[name]
@@ -240,7 +240,7 @@ class FairThreads:
             if not share.n_waiting and not share.n_running:
                 del self._shares[name]
             waiting = (share.n_waiting for share in self._shares.values())
-            # After a large job several may have room.
+            # The end of a large job may make room for several jobs.
             n_wakes = min(sum(waiting), len(self._threads)) if size else any(waiting)
             for _ in range(n_wakes):
                 self._wakes.put(True)
@@ -259,7 +259,7 @@ class FairThreads:
             thread.start()
         except RuntimeError:  # the system refuses another thread
             if not self._threads:
-                self._closed = True  # so that jobs run at all
+                self._closed = True  # from now on callers run their jobs themselves
                 self._run_rest()
             return
         self._threads.append(thread)
@@ -293,9 +293,9 @@ def on_slowed_thread() -> bool:
 
 
 class _Thread(threading.Thread):
-    """A thread for jobs. ``began_s``: when its job began, by ``perf_counter``; None: it waits for one.
+    """A thread that runs jobs. ``began_s``: when its job began, in seconds of ``perf_counter``; None: it has no job.
 
-    ``is_slowed``: its priority was lowered.
+    ``is_slowed``: the thread's priority was lowered.
     """
 
     def __init__(self, pool: FairThreads, wakes: SimpleQueue[bool]) -> None:
@@ -307,7 +307,7 @@ class _Thread(threading.Thread):
         self.is_slowed = False
 
     def run(self) -> None:
-        """Run jobs until the pool ends this thread, or until its priority was lowered."""
+        """Run jobs until the pool ends this thread, or until a job ends after the priority was lowered."""
         while True:
             self.began_s = None
             if not self._wakes.get():
@@ -323,11 +323,11 @@ class _Thread(threading.Thread):
                 return
 
     def slow_down(self) -> None:
-        """Lower the priority of the thread, where threads have one."""
+        """Lower the priority of the thread, on Linux only. Does nothing while a Python job runs."""
         if self.is_slowed or self._is_python or self.native_id is None or sys.platform != "linux":
             return
         try:
             os.setpriority(os.PRIO_PROCESS, self.native_id, _NICE)
             self.is_slowed = True
-        except OSError:  # it has ended, or the system forbids it
+        except OSError:  # the thread has ended, or the system forbids the change
             pass

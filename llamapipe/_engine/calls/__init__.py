@@ -1,5 +1,6 @@
-"""From the arguments of a call to requests in the engine loop, and from their results to what the call returns.
+"""Turns the arguments of a call into requests for the engine loop, and their results into return values.
 
 ``prompts`` checks and builds requests, ``chat`` and ``scores`` do so for conversations and scores, ``queue_limit``
-bounds the queue, ``submission`` submits requests and collects results. Everything is checked before anything is queued.
+bounds the queue, ``submission`` submits requests and collects results. All arguments are checked before any request is
+queued.
 """

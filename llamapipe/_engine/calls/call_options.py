@@ -26,8 +26,8 @@ ERROR_MODES = ("raise", "return")
 class CallOptions:
     """The checked options of one call.
 
-    ``deadline``: a time of ``perf_counter``. ``names_prompts``: errors name the index of their prompt. ``operation``:
-    the call's name for observers.
+    ``deadline``: a time of ``perf_counter``; None: no limit. ``names_prompts``: errors name the index of their prompt.
+    ``operation``: the call's name for observers.
     """
 
     block: bool = True
@@ -60,7 +60,7 @@ def call_options(
     names_prompts: bool = False,
     operation: str = "text_completion",
 ) -> CallOptions:
-    """Check the options of a call. Its time starts now."""
+    """Return the checked options of a call, whose timeout starts now. Raises TypeError, ValueError."""
     deadline = None
     if timeout is not None:
         seconds = min(check_float("timeout", timeout, 0, math.inf), threading.TIMEOUT_MAX)

@@ -2,8 +2,8 @@
 
 Open this file when telemetry needs another count or time.
 
-The principle: an observer only reads. Counts are read from the requests on demand. A sink that passes everything on
-records the times, so an engine without an observer pays nothing.
+The principle: an observer only reads. Counts are read from the requests on demand. Times are recorded by a sink around
+each request's own sink, which only an observer adds, so an engine without an observer pays nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamapipe.types import ObservedRequest
 
 
 class _Observed:
-    """The requests of one prompt; see ``ObservedRequest``. It replaces their sinks with sinks that record times."""
+    """The requests of one prompt; see ``ObservedRequest``. Creating it wraps their sinks in sinks that record times."""
 
     __slots__ = ("_requests", "_sinks", "operation")
 
@@ -73,12 +73,12 @@ class _Observed:
 
 
 def observed(requests: Sequence[Request], operation: str) -> ObservedRequest:
-    """Return the requests of one prompt, as an observer sees them. Call it before they are submitted."""
+    """Return the requests of one prompt as an observer sees them. Call it before the requests are submitted."""
     return _Observed(requests, operation)
 
 
 class _TimedSink:
-    """Records the times of the first token and of the end, on the engine thread."""
+    """Records when the first token and the end arrive, on the engine thread, and passes everything on to a sink."""
 
     __slots__ = ("_sink", "ended_at", "first_at")
 

@@ -2,8 +2,8 @@
 
 Open this file to change what a prompt may be, when it is refused, or which fields of a request follow from params.
 
-The principle: whatever can be refused is refused here, before anything is queued. ``RequestBuilder`` checks a prompt
-once (``CheckedPrompt``), and makes complete requests from it.
+The principle: invalid prompts and params are refused here, before anything is queued. ``RequestBuilder`` checks a
+prompt once (``CheckedPrompt``), and makes complete requests from it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from llamapipe.results import Completion
 from llamapipe.structured.budget import GrammarBudget
 from llamapipe.work.tenant import cache_key, conversation, conversation_key, grammar_limit, tenant
 
-# The requests that are answered together with (index, result).
+# By index: the requests that one item (index, result) answers.
 Groups: TypeAlias = "Mapping[int, Sequence[Request]]"
 RequestFactory: TypeAlias = "Callable[[Mailbox], Groups]"
 PORTION = 256  # requests of a long list that are created and submitted together
-_MOST_BYTES = 8  # tokens whose bytes may end with half a character
+_MOST_BYTES = 8  # last tokens of a text to look at, whose bytes may end within a character
 
 
 class CheckedPrompt(NamedTuple):
     """A checked prompt: its tokens, the factory of its samplers, and how the text of its answer is made.
 
-    ``piece``: gives the bytes of a token of that text. ``stops``: the strings that end it. ``budget``: the time for the
-    constraint, less the time that compiling it took. ``spans``: the images and sounds among the tokens. ``places``: see
-    ``RequestSpec``.
+    ``piece``: returns the bytes of a token of the answer. ``stops``: the strings that end the answer. ``budget``: the
+    time for the constraint, minus the time that compiling took. ``spans``: the images and sounds among the tokens.
+    ``places``: see ``RequestSpec``.
     """
 
     tokens: list[int]
@@ -72,8 +72,9 @@ class RequestBuilder:
 
     ``n_sharing``: how many requests of a call may share a prompt's cells and run at the same time; 1: no sharing.
     ``speculates``: whether steps may have guessed tokens. ``drafts``: whether a draft model also guesses.
-    ``drafts_media``: whether it does so after images and sounds. ``allowed``: the adapters that requests may name;
-    empty: all that the model has loaded. ``n_ubatch``: the maximum number of tokens computed at once.
+    ``drafts_media``: whether the draft model guesses after images and sounds. ``allowed``: the adapters that requests
+    may name; empty: all that the model has loaded. ``n_ubatch``: the maximum number of tokens that llama.cpp computes
+    together. ``min_room``: see ``room``.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class RequestBuilder:
         self._factories = SamplerFactoryCache(model.vocab, n_ctx)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check params against the vocabulary and compile their constraint. Raises as ``item`` does."""
+        """Check params against the vocabulary and compile their constraint. Raises the errors of ``item``."""
         self.adapters(params)
         self._compiled(params)
 
@@ -119,7 +120,7 @@ class RequestBuilder:
         return self._model.adapters.choose(params.adapter, self._allowed)
 
     def chosen(self, adapter: AdapterChoice | None) -> AdapterSet | None:
-        """Return the adapters that the option of a call selects. Raises TypeError, ValueError, InvalidRequestError."""
+        """Return the adapters that a call's option selects. Raises TypeError, ValueError, InvalidRequestError."""
         if adapter is None:
             return None
         return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
@@ -127,7 +128,10 @@ class RequestBuilder:
     def _compiled(
         self, params: SamplingParams, reasoning: LimitedReasoning | None = None
     ) -> tuple[SamplerFactory, GrammarBudget | None]:
-        """Return the factory for params, and the time left for their constraint. Raises as ``item``, DecodeError."""
+        """Return the factory for params, and the time left for their constraint (None: no constraint).
+
+        Raises the errors of ``item``, DecodeError.
+        """
         if params.speculate == "draft" and not self._drafts:
             raise InvalidRequestError(
                 "speculate is 'draft', but the engine has no draft model; give Engine(draft=...) a smaller model of "
@@ -195,9 +199,9 @@ class RequestBuilder:
         spans: tuple[Span, ...] = (),
         reasoning: LimitedReasoning | None = None,
     ) -> CheckedPrompt:
-        """Return one prompt as token ids, with params. ``spans``: the media in checked tokens.
+        """Return one checked prompt. ``spans``: the images and sounds; if given, the prompt is checked tokens.
 
-        Raises as ``items`` does. ``reasoning``: the markers around the reasoning that params limit.
+        ``reasoning``: the markers around the reasoning that params limit. Raises the errors of ``items``.
         """
         if params is None:
             params = SamplingParams()
@@ -235,12 +239,12 @@ class RequestBuilder:
         return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
 
     def room(self, params: SamplingParams) -> int:
-        """Return the number of tokens that a prompt must leave for its answer."""
+        """Return how many tokens a prompt must leave for its answer: ``min_room``, but no more than ``max_tokens``."""
         most = params.max_tokens
         return self._min_room if most is None else max(min(self._min_room, most), 1)
 
     def _refuse_long_text(self, prompt: str) -> None:
-        """Refuse a text whose length alone shows that it has too many tokens: tokenizing it would take long."""
+        """Raise InvalidRequestError if a text's length alone shows that it is too long; tokenizing would take long."""
         n_least = self._model.vocab.least_tokens(len(prompt))
         if n_least >= self.n_ctx:
             raise InvalidRequestError(
@@ -248,7 +252,7 @@ class RequestBuilder:
             )
 
     def _refuse_long_ids(self, prompt: Any) -> None:
-        """Refuse a sequence of too many token ids. Only its first id is read."""
+        """Raise InvalidRequestError for a sequence of too many token ids. This reads only the first id."""
         if isinstance(prompt, (list, tuple)):
             first = prompt[0] if prompt else None
         elif getattr(prompt, "ndim", None) == 1:
@@ -259,7 +263,7 @@ class RequestBuilder:
             raise InvalidRequestError(too_long(f"the prompt has {len(prompt)} tokens", self.n_ctx))
 
     def completions(self, items: Sequence[CheckedPrompt | Exception]) -> Iterator[RequestFactory]:
-        """Yield functions that each make the requests for a portion of the items. Skip items that are errors."""
+        """Yield functions that each make the requests for a portion of the items; skip items that are errors."""
         portion: dict[int, CheckedPrompt] = {}
         n = 0
         for index, item in enumerate(items):
@@ -274,7 +278,7 @@ class RequestBuilder:
             yield partial(self.make_requests, portion)
 
     def make_requests(self, items: Mapping[int, CheckedPrompt], mailbox: Mailbox) -> dict[int, list[Request]]:
-        """Make the ``n`` requests of each item; one ``(index, Completion)`` answers them together."""
+        """Make the ``n`` requests of each item, by index; one ``(index, Completion)`` answers those of an item."""
         groups: dict[int, list[Request]] = {}
         for index, item in items.items():
             tokens, params = item.tokens, item.sampler_factory.params
@@ -303,7 +307,7 @@ class RequestBuilder:
     ) -> Request:
         """Make a request that ``(index, scores of each continuation)`` answers. Raises InvalidRequestError.
 
-        ``active_from``: where an activated LoRA begins to compute; None: where the context invokes it.
+        ``active_from``: the token from which an activated LoRA computes; None: where the context invokes the LoRA.
         """
         self.check_scores(context, continuations)
         targets = ContinuationTargets(context, continuations)
@@ -334,7 +338,7 @@ class RequestBuilder:
             )
 
     def stream(self, item: CheckedPrompt, mailbox: Mailbox, n_ahead: int) -> Request:
-        """Make a request that yields deltas and runs at most ``n_ahead`` tokens ahead of its reader.
+        """Make a request that delivers deltas and runs at most ``n_ahead`` tokens ahead of its reader.
 
         Raises InvalidRequestError for params that a stream does not support.
         """
@@ -368,7 +372,7 @@ class RequestBuilder:
     def prefix(
         self, tokens: list[int], mailbox: Mailbox, salt: str | None, adapters: AdapterSet | None
     ) -> Request:
-        """Make a request that computes these tokens and keeps its cells; it is answered as ``scores`` is."""
+        """Make a request that computes these tokens and keeps its cells. Its answer is that of ``scores``."""
         return self.scores(tokens, [[0]], mailbox, 0, salt, keeps_cells=True, adapters=adapters)
 
     def _check_single(self, item: CheckedPrompt) -> None:
@@ -423,7 +427,7 @@ class RequestBuilder:
 
 
 def activation_of(adapters: AdapterSet | None) -> tuple[AdapterSet | None, Activation | None]:
-    """Return the adapters that compute a text from its first token onward, and the activation of others."""
+    """Return the adapters that compute a text from its first token, and the activation of later ones or None."""
     if adapters is None or not adapters.invocation:
         return adapters, None
     return adapters.before, Activation(adapters, adapters.invocation)
@@ -437,7 +441,7 @@ def with_prompt_index(error: BaseException, index: int) -> BaseException:
         new = type(error)(f"{error} ({text})")
         new.__cause__ = error.__cause__
         return new
-    if hasattr(error, "add_note"):  # Python 3.11; raised by a callback, whose message stays as it is
+    if hasattr(error, "add_note"):  # Python 3.11; a callback raised the error, so its message stays
         error.add_note(text)
     return error
 

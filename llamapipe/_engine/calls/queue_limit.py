@@ -3,8 +3,8 @@
 Open this file to change how ``max_queue`` counts requests, or how callers wait for room.
 
 The principle: the engine thread takes no lock that a caller may hold, because a signal handler may raise in a caller
-between any two instructions. Callers enter under a lock that only they take. The engine thread only removes requests
-and wakes waiting callers. The queue holds the requests, not their number, so removing one twice does no harm.
+between any two instructions. Callers enter under a lock that only callers take. The engine thread only removes requests
+and wakes waiting callers. The queue holds the requests, not their number, so removing a request twice does no harm.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 class QueueLimit:
     """A set of at most ``limit`` requests; None: any number. Callers call ``enter``, the engine thread ``remove``.
 
-    It holds the requests themselves, with the times when they entered. So removing one twice, or one that never
-    entered, is not an error: a caller that Ctrl-C interrupts between two instructions cannot know which of them ran.
+    The set holds the requests themselves, with the times when they entered. So removing a request twice, or one that
+    never entered, is not an error: a caller that Ctrl-C interrupts cannot know which of its instructions ran.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._inside: dict[Request, float] = {}  # and when they entered
+        self._inside: dict[Request, float] = {}  # with the times when they entered
         self._times = TimeCounter()
-        # Held by callers only. A Condition would run Python code while it is held. Reentrant, like all locks of
+        # Only callers hold it. A Condition would run Python code while held. It is reentrant, like all locks of
         # callers: a destructor or signal handler that uses the engine may run while its thread holds the lock.
         self._entering = Lock()
         self._waiters: deque[Callable[[], object]] = deque()  # each wakes a caller that waits for room
@@ -50,7 +50,7 @@ class QueueLimit:
         return len(self._inside)
 
     def times(self) -> TimeHistogram:
-        """Return how long requests have waited for a slot, or until they ended without one."""
+        """Return a histogram of the seconds that requests waited for a slot, or until they ended without one."""
         return self._times.copy()
 
     def try_enter(self, *requests: Request) -> bool:
@@ -97,7 +97,7 @@ class QueueLimit:
                     raise ExpiredError("no room came free in the queue within the timeout")
                 woken.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
             finally:
-                with suppress(ValueError):  # woken: it is off the list
+                with suppress(ValueError):  # a woken caller is no longer in the list
                     self._waiters.remove(woken.release)
 
     async def aenter(self, request: Request, deadline: float | None) -> None:
@@ -140,13 +140,13 @@ class QueueLimit:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        # All waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
+        # Wake all waiters, not one per free place: a woken waiter may be giving up, and its place would stay unused.
         for _ in range(len(self._waiters)):
             try:
                 wake = self._waiters.popleft()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread took the last waiter
                 return
             try:
                 wake()
-            except RuntimeError:  # that loop is closed
+            except RuntimeError:  # the waiter's event loop is closed
                 continue

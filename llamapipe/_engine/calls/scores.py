@@ -1,10 +1,10 @@
 """Turns prompts and continuations into requests that score them, and gives the result its shape.
 
-Open this file to change what ``score``, ``score_tokens`` or ``perplexity`` computes together.
+Open this file to change which tokens ``score``, ``score_tokens`` or ``perplexity`` scores, and in which requests.
 
 The principle: every kind of score is a list of pairs, a context and a continuation. Pairs with equal contexts share
-requests, so a context is computed once. ``ScoreJob`` keeps the order of the pairs and gives the result the shape that
-the caller asked for.
+requests, so each context is computed once. ``ScoreJob`` keeps the order of the pairs and gives the result the shape of
+the call's arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ScoreJob(Generic[T]):
         self._pairs = pairs
         self._shape = shape
         self._is_text = is_text
-        self._requests: list[list[int]] = []  # indices of the pairs of each
+        self._requests: list[list[int]] = []  # by request: the indices of its pairs
 
     @property
     def n_requests(self) -> int:
@@ -73,7 +73,7 @@ class ScoreJob(Generic[T]):
     ) -> Iterator[RequestFactory]:
         """Return functions that each make a portion of the requests, which are computed with these adapters.
 
-        Raises InvalidRequestError before any of them runs.
+        Raises InvalidRequestError before any function runs.
         """
         _, activation = activation_of(adapters)
         begins: dict[int, int] = {}  # where the adapters of these texts begin to compute
@@ -106,7 +106,7 @@ class ScoreJob(Generic[T]):
         return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
 
     def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
-        """Divide the pairs of one context among requests.
+        """Divide the pairs of one context among requests; yield the indices of each request's pairs.
 
         The first request has all continuations of a single token: the context's last row scores any number of them.
         """
@@ -117,7 +117,7 @@ class ScoreJob(Generic[T]):
             yield long[begin : begin + n_most]
 
     def result(self, answers: Mapping[int, list[list[TokenScore]]]) -> T:
-        """Return the scores in the shape of the call, from the answers of the requests."""
+        """Return the scores in the shape of the call. ``answers``: the answers of the requests, by index."""
         scores: dict[int, Score] = {}
         for index, members in enumerate(self._requests):
             for i, token_scores in zip(members, answers[index], strict=True):
@@ -167,7 +167,7 @@ def score_job(prompt: Any, continuation: Any, model: Model) -> ScoreJob[Shaped]:
 
 
 def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
-    """Make the job of ``Engine.score_tokens``: every token but the first, given the tokens before it."""
+    """Make the job of ``Engine.score_tokens``: it scores every token but the first, given the tokens before it."""
     if isinstance(tokens, str):
         raise TypeError(
             "tokens must be token ids; for text use model.tokenize(text), or score(prompt, continuation)"
@@ -185,9 +185,9 @@ def tokens_job(tokens: Any, model: Model) -> ScoreJob[Score | list[Score]]:
 
 
 def perplexity_job(text: str | TokenIds, n_window: int | None, model: Model, n_ctx: int) -> ScoreJob[float]:
-    """Make the job of ``Engine.perplexity``: every token, or the second halves of windows.
+    """Make the job of ``Engine.perplexity``: it scores every token but the first, or the second halves of windows.
 
-    Raises InvalidRequestError.
+    ``n_window``: tokens of a window; None: no windows. Raises InvalidRequestError.
     """
     ids = model.tokenize(text) if isinstance(text, str) else check_tokens("text", text, model.n_vocab)
     pairs = _overlapping(ids, n_ctx) if n_window is None else _windows(model, ids, n_window, n_ctx)
@@ -213,7 +213,7 @@ def _overlapping(ids: list[int], n_ctx: int) -> list[Pair]:
 
 
 def _windows(model: Model, ids: list[int], n_window: int, n_ctx: int) -> list[Pair]:
-    """Return the second halves of windows that do not overlap, given the first halves."""
+    """Return pairs that score the second halves of windows that do not overlap, given the first halves."""
     window = check_int("n_window", n_window, 4, max(n_ctx, 4))
     if window > n_ctx:
         raise InvalidRequestError(f"n_ctx is {n_ctx} and a window needs 4 tokens; raise n_ctx")
@@ -240,8 +240,8 @@ def _tokens(model: Model, prompt: Prompt) -> list[int]:
 def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> list[Pair]:
     """Return a prompt with each of its continuations as tokens. If both are text, tokenize them together.
 
-    The context is the common prefix of all these texts: after "Answer: ", the token " yes" includes the prompt's last
-    space.
+    The context is the common prefix of the prompt and all these texts: after "Answer: ", the token " yes" includes the
+    prompt's last space.
     """
     context = _tokens(model, prompt)
     wholes: dict[int, list[int]] = {}
@@ -263,7 +263,7 @@ def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> lis
 
 
 def _warn_of_spaces(prompt: str, continuations: Sequence[Prompt]) -> None:
-    """Warn of answers that a space would precede in running text: each is scored exactly as given."""
+    """Warn if all continuations lack the space that would precede them in running text; they are scored as given."""
     if prompt[-1:] in _BEFORE_SPACES and len(continuations) > 1:
         texts = [text for text in continuations if isinstance(text, str) and _begins_a_word(text)]
         if len(texts) == len(continuations):

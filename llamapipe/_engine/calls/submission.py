@@ -2,7 +2,7 @@
 
 Open this file when a call hangs, loses a result, or leaves requests running after its caller has gone.
 
-The principle: a call goes through this file once. Its options and prompts are checked before anything is queued
+The principle: every call takes the same steps. Its options and prompts are checked before anything is queued
 (``call_options``, ``RequestBuilder``). Its requests are made, enter the queue when there is room (``QueueLimit``) and
 are submitted. Its results are collected until none is missing (``Pending``, ``Submission``). If the caller gives up at
 any point (an error, Ctrl-C, a cancelled task, a closed iterator), all requests without a result are cancelled.
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-END: Any = object()  # of an iterator whose items may be None
+END: Any = object()  # marks the end of an iterator whose items may be None
 
 
 async def as_async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
-    """Yield the values, for ``async for``."""
+    """Yield the values of an iterable of either kind, for ``async for``."""
     if isinstance(values, AsyncIterable):
         async for value in values:
             yield value
@@ -60,12 +60,12 @@ async def as_async(values: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
 
 
 def no_requests(mailbox: Mailbox) -> dict[int, list[Request]]:
-    """Return no requests, for a prompt that failed its checks."""
+    """Return an empty dict: the request factory of a prompt that failed its checks."""
     return {}
 
 
 class Pending(Generic[T]):
-    """The requests of one call that have no result yet. One thread or task. ``bar``: counts results."""
+    """The requests of one call that have no result yet, for one thread or task. ``bar``: counts results."""
 
     def __init__(
         self, options: CallOptions, observer: RequestObserver | None, bar: Progress | None = None
@@ -78,15 +78,15 @@ class Pending(Generic[T]):
         self.unsubmitted: deque[Request] = deque()
         self.ready: deque[tuple[int, T | Exception]] = deque()  # results that need no request
         self.timed_out = False
-        # Of a long list. The thread that closes the engine submits the rest of it.
+        # These attributes serve long lists: the thread that closes the engine submits the rest of the list.
         self.lock = Lock()
         self.is_long = False
         self.is_making = False
-        self.is_broken = False  # that was interrupted: results will be missing
+        self.is_broken = False  # submitting the rest was interrupted, so results will be missing
         self.has_ended = False
 
     def add(self, groups: Groups) -> None:
-        """Add requests that will be submitted."""
+        """Add groups of requests to submit, by the index of their result."""
         self.groups.update(groups)
         for index, requests in groups.items():
             self.unsubmitted += requests
@@ -118,8 +118,8 @@ def _timed_out(completion: Completion) -> Completion:
     )
 
 
-# Long lists are submitted in portions. When 20,000 prompts were submitted at once, the garbage collector scanned
-# all their objects again and again, for up to 0.26 s, during which no thread ran.
+# Long lists are submitted in portions. When 20,000 prompts were submitted together, the garbage collector repeatedly
+# scanned all their objects, for up to 0.26 s, during which no thread ran.
 _N_AHEAD = 2 * PORTION  # if fewer groups of a long list have no result yet, the next portion is submitted
 
 
@@ -134,7 +134,7 @@ class Submission:
     def _entering(self, unsubmitted: deque[Request], block: bool) -> Iterator[Request]:
         """Submit all requests together if the queue has room for them.
 
-        If not, it yields each request before it submits it, and the caller waits for room. Raises QueueFullError
+        Otherwise yield each request, so that the caller waits for room, and then submit it. Raises QueueFullError
         instead if ``block`` is false.
         """
         if not block:
@@ -170,7 +170,7 @@ class Submission:
             pending.bar.close()
 
     def _stop(self, pending: Pending[T], expired: ExpiredError) -> None:
-        """End the requests at the deadline, so that their tokens arrive within a step; or raise the error."""
+        """Cancel the requests at the deadline, so that their tokens arrive within a step, or raise ``expired``."""
         if pending.options.on_timeout == "raise":
             raise expired
         with pending.lock:
@@ -186,9 +186,9 @@ class Submission:
             pending.unsubmitted.clear()
 
     def _read(self, item: tuple[int, Any], pending: Pending[Any]) -> tuple[int, Any]:
-        """Return the index and the result in a mailbox item. Its requests are then no longer pending.
+        """Return the index and the result in a mailbox item, whose requests are then no longer pending.
 
-        Raises the error of a failed request if the call's options say so.
+        Raises the error of a failed request if ``on_error`` is ``"raise"``.
         """
         index, result = item
         if (observed := pending.observed.pop(index, None)) is not None:
@@ -208,7 +208,7 @@ class Submission:
         return index, result
 
     def _make_next(self, batches: Iterator[RequestFactory], mailbox: Mailbox, pending: Pending[T]) -> bool:
-        """Make the next requests, if there are any. Submit them if the list is long."""
+        """Make the next requests, and submit them if the list is long. Return False if no requests are left."""
         with pending.lock:
             if pending.is_broken:
                 raise EngineClosedError("the engine is closed; make another")
@@ -223,7 +223,7 @@ class Submission:
                 if pending.timed_out:
                     self._submit_cancelled(pending)
                 elif pending.is_long:
-                    self._queue.try_enter(*pending.unsubmitted)  # it has no limit
+                    self._queue.try_enter(*pending.unsubmitted)  # a queue with long lists has no limit
                     self._engine_thread.submit(*pending.unsubmitted, of_list=True)
                     pending.unsubmitted.clear()
                 return True
@@ -236,9 +236,9 @@ class Submission:
         """Return the portions of a list that are submitted one after another.
 
         There is one portion if all requests or none must enter the queue. If the queue has no limit, closing the engine
-        submits the rest of a long list, as if the whole list had been submitted at once.
+        submits the rest of a long list, as if the whole list had been submitted together.
         """
-        if self._queue.limit is not None:  # callers wait for room, and closing refuses those that do
+        if self._queue.limit is not None:  # callers wait for room, and closing refuses waiting callers
             if pending.options.block:
                 return batches
 
@@ -253,7 +253,7 @@ class Submission:
 
         def submit_rest() -> None:
             with pending.lock:
-                # While it is made in this thread, a signal handler closes the engine.
+                # ``is_making``: a signal handler closes the engine while this thread makes requests.
                 if pending.has_ended or pending.is_making or pending.is_broken:
                     return
                 try:
@@ -268,7 +268,7 @@ class Submission:
         return batches
 
     def submit_paused(self, request: Request) -> None:
-        """Submit a request that computes nothing before it is resumed; it takes no place in the queue."""
+        """Submit a request that computes nothing before it is resumed. It does not count in the queue."""
         try:
             self._engine_thread.submit(request)
         except BaseException:
@@ -277,7 +277,7 @@ class Submission:
 
     # ---- asyncio: tools/unasync.py makes the calls for threads, in llamapipe/_sync, from what follows
     async def asubmit(self, *requests: Request, block: bool = True, deadline: float | None = None) -> None:
-        """Enter the queue and submit. Any error, Ctrl-C and the cancellation of the task cancel all requests.
+        """Wait for room in the queue and submit. Any error, Ctrl-C and cancelling the task cancel all requests.
 
         Raises QueueFullError, TimeoutError, EngineClosedError.
         """
@@ -292,10 +292,10 @@ class Submission:
     async def acollect(
         self, batches: Iterator[RequestFactory], options: CallOptions, bar: Progress | None = None
     ) -> dict[int, Any]:
-        """Return the results, by index, of the requests of all batches. Long lists are submitted in portions.
+        """Return the results of the requests of all batches, by index. Long lists are submitted in portions.
 
-        Any error, Ctrl-C and the cancellation of the task cancel all requests. Raises the error of a request,
-        TimeoutError, QueueFullError.
+        Any error, Ctrl-C and cancelling the task cancel all requests. Raises the error of a request, TimeoutError,
+        QueueFullError, EngineClosedError.
         """
         pending = Pending[Any](options, self.observer, bar)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
@@ -328,7 +328,7 @@ class Submission:
 
     # ---- end of asyncio
 
-    # ---- results while prompts are still read
+    # ---- results arrive while prompts are still read
     def iterate(
         self,
         batches: Iterator[RequestFactory],
@@ -371,9 +371,9 @@ class Submission:
     async def aiterate(
         self, batches: AsyncIterator[RequestFactory], n_ahead: int, pending: Pending[T]
     ) -> AsyncGenerator[tuple[int, T | Exception], None]:
-        """Do the same as ``iterate``, for asyncio; results also arrive while ``batches`` waits.
+        """Yield as ``iterate`` does, for asyncio; results also arrive while ``batches`` waits.
 
-        Closing it cancels the rest.
+        Closing the iterator cancels the remaining requests.
         """
         import asyncio
 

@@ -1,27 +1,27 @@
 """Tracks which KV cells hold which tokens, and decides how the cells change.
 
-Open this file to change what is reused, saved or evicted.
+Open this file to change which cells are reused, saved or evicted.
 
 The principle: cells belong to tokens, not to requests. A sequence of cells (``Cells``) is *live* in the slot of a
 request, *parked* in the slot of one that has ended, or *saved* in host memory. The prefix tree (``prefix_tree.py``)
 knows the tokens of all sequences, by ``cache_key``, and where the adapters of a sequence change. A request that begins
 with the same tokens starts with these cells: in place, with a copy, or restored from host memory. When a parked slot is
-needed, its cells are saved if nothing else holds their tokens, and dropped otherwise. The least recently used slot goes
-first; the cells of a conversation that is known to continue soon go last (``KvCache.hold``).
+needed, its cells are saved if nothing else holds their tokens, and dropped otherwise. The least recently used slot is
+taken first. The cells of a conversation that is known to continue soon are evicted last (``KvCache.hold``).
 
-Not every memory consists of cells alone. A recurrent or hybrid model also has a *state*, which belongs to the end of a
-sequence and cannot go back. So a sequence can be continued where its cells end, and where a state was saved. States are
-saved at the places where prompts are likely to diverge (``KvCache._choose_places``), and a prompt's steps end there.
-States and cells are evicted separately: if a state is lost, its cells can still be used with another state. A model
-with sliding windows keeps all cells, but a copy has only the last window. So a sequence goes back in place, and states
-(the cells of the window) complete its copies.
+Some memories consist of more than cells. A recurrent or hybrid model also has a *state*, which belongs to the end of a
+sequence and cannot go back. So a sequence can be continued only where its cells end, or where a state was saved. States
+are saved at the places where prompts are likely to diverge (``KvCache._choose_places``), and a prompt's steps end
+there. States and cells are evicted separately: if a state is lost, its cells can still be used with another state. A
+model with sliding windows keeps all cells in a slot, but a copy has only the last window. So a sequence goes back in
+its slot, and copies need states (the cells of the window) to go back.
 
 This file only decides. The result is an ordered list, ``KvCache.memory_ops``, which the executor performs before the
-next step. An operation may turn out to be impossible: a recurrent memory cannot go back, or host memory is missing. The
-executor then leaves the sequence empty and reports it (``CellChanges``), and its tokens are computed again. So a wrong
-guess costs time and never changes a text.
+next step. An operation may be impossible: a recurrent memory cannot go back, or host memory is missing. The executor
+then leaves the sequence empty and reports it (``CellChanges``), and its tokens are computed again. So a wrong decision
+costs time and never changes a text.
 
-The file has the budget of host memory first, then the cache. The operations are in ``core.py``. Pure policy.
+``HostStore`` is the budget of host memory, ``KvCache`` the cache. ``core.py`` has the operations. Pure policy.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from llamapipe._engine.policy.prefix_tree import ObservedTree, PrefixTree, TreeO
 
 
 def has_media(keys: Sequence[int]) -> bool:
-    """Return whether some cells belong to images or sounds, whose rows depend on the projector."""
+    """Return whether some keys of cells belong to images or sounds, whose rows depend on the projector."""
     return any(MEDIA_FROM <= key < 0 for key in keys)
 
 
 class HostStore:
-    """Saved sequences or states by key. ``budget``: bytes for all of them, including the pinned ones."""
+    """Saved sequences or states by key. ``budget``: maximum bytes of all entries, including pinned ones."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -135,24 +135,24 @@ class SavedState:
         return f"<SavedState key={self.key} n={self.n}>"
 
 
-MIN_FOLLOW = 16  # tokens that a request must gain to wait for another one
-# In tokens. Templates begin an answer differently from one that they render later, so the last state is before the end.
+MIN_FOLLOW = 16  # minimum tokens that a request must gain to wait for another request's prefix
+# Tokens from the last state to the end of a prompt: a template may render the start of an answer differently later.
 _BEFORE_END = 4
-_LEAST_BETWEEN = 16  # tokens between two states; computing fewer costs about as much as an extra step
-# Tokens between two states of a long prompt, or a multiple; most prompts have a step that ends there.
+_LEAST_BETWEEN = 16  # tokens between two states; computing fewer again costs no more than an extra step
+# The states of a long prompt are this many tokens apart, or a multiple; a step of most prompts ends there anyway.
 _INTERVAL = 512
-_STATE_SHARE = 0.5  # of the budget of host memory
-_PROMPT_SHARE = 0.25  # of the budget of states: those at intervals of one prompt
-_OVERHEAD_BYTES = 1024  # of a saved sequence
+_STATE_SHARE = 0.5  # the share of states in the budget of host memory
+_PROMPT_SHARE = 0.25  # the share of one prompt's states at intervals in the budget of states
+_OVERHEAD_BYTES = 1024  # of a saved sequence, besides its cells, until it is measured
 MIN_PREFIX = 16  # tokens; sharing fewer gains nothing
 
 
 class PrefixMatch(NamedTuple):
     """A prefix for a request: ``n`` cells of ``cells``, or ``n`` cells that ``leader`` is about to compute.
 
-    ``n_exact``: see Request. ``state``: the state that it needs besides the cells. ``needs_slot``: a saved copy would
-    lack some of the cells, and so would a copy in another slot, unless the slots share cells. ``n_known``: how many of
-    its first tokens any other sequences share. ``marks``: the saved states of these tokens.
+    ``n_exact``: see Request. ``state``: the state that the request needs besides the cells. ``needs_slot``: a saved
+    copy lacks some of the cells, and so does a copy in another slot unless the slots share cells. ``n_known``: how many
+    of the request's first tokens some other sequence has. ``marks``: the saved states of the request's prefixes.
     """
 
     n: int = 0
@@ -172,16 +172,15 @@ class KvCache:
     """The slots ``0 .. n_slots - 1``, the sequences in host memory, and the changes to make in them.
 
     ``enabled``: keep cells after their request has ended. ``has_states``: the memory has a state that cannot go back.
-    ``has_cells``: it also has cells. ``window``: the number of tokens that layers with a sliding window attend to;
-    saved cells lack the others, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers.
-    ``host_bytes``: the budget of host memory. ``cell_bytes``: the size of a saved cell. ``max_parked``: the maximum
+    ``has_cells``: the memory has cells. ``window``: the number of tokens that layers with a sliding window attend to;
+    saved cells lack older tokens, and so do copies unless ``shares_cells`` (unified KV); 0: there are no such layers.
+    ``host_bytes``: the budget of host memory. ``cell_bytes``: the bytes of a saved cell. ``max_parked``: the maximum
     number of parked cells in total; None: any number. ``min_prefix``: shorter prefixes are computed again.
-    ``min_save``: sequences with fewer tokens that no other sequence has are dropped instead of saved.
+    ``min_save``: a sequence is dropped, not saved, if fewer of its tokens are in no other sequence.
     ``exact_multiple``: reuse only cells that were computed without other requests' tokens, and only multiples of this
-    many, so that the remaining tokens are computed in the same batches as without the cache. None: any number of cells.
-    ``spills``: the executor learns what was evicted from host memory, so that it can keep it elsewhere.
-
-    ``observer``: is notified when sequences are added, grow and are removed.
+    number, so that the other tokens are computed in the same batches as without the cache. None: any number of cells.
+    ``spills``: the executor learns which cells and states were evicted from host memory, so that it can keep them
+    elsewhere. ``observer``: is notified when sequences are added, grow and are removed.
 
     ``free``: the slots without a request. ``parked``: the parked cells by slot, least recently used first.
     ``memory_ops``: changes to make before the next step, in order. Only the cache changes these three, except that the
@@ -229,9 +228,9 @@ class KvCache:
         self._states = HostStore(state_bytes)
         self._states_by_key: dict[int, SavedState] = {}
         self._state_tree: PrefixTree[SavedState] = PrefixTree()
-        self._state_bytes = 0  # of the last state, as a guess at the next one
+        self._state_bytes = 0  # size of the last state, as an estimate of the next one's
         is_complete = not has_states and (not window or shares_cells)
-        # Whether others may begin with the cells of a request that runs.
+        # Whether other requests may begin with the cells of a running request.
         self.shares_running = exact_multiple is None and (is_complete or state_bytes > 0)
         self._tree: PrefixTree[Cells] = PrefixTree() if observer is None else ObservedTree(observer)
         self._keys = count()
@@ -275,8 +274,8 @@ class KvCache:
 
     # ---- prefixes
     def find(self, request: Request) -> PrefixMatch:
-        """Find the longest prefix of a request's tokens that is in cells, or will be soon."""
-        limit = len(request.tokens) - 1  # all but those whose rows it needs
+        """Return the longest prefix of a request's tokens that is in cells, or will be soon."""
+        limit = len(request.tokens) - 1  # the request needs the rows of its other tokens
         if request.logprob_targets is not None:
             limit = min(limit, request.logprob_targets.wanted_from)
         if not self.enabled or not request.uses_cache or limit < self._min_prefix:
@@ -287,7 +286,7 @@ class KvCache:
         state: SavedState | None = None
         leader, n_pending, n_known, needs_slot = None, 0, 0, False
         for n, cells in self._tree.find(keys, limit, cache_key):
-            if not n_known:  # the first has the most
+            if not n_known:  # the tree yields the longest match first
                 n_known = n
             if n < n_best or (n == n_best and best_rank == 2):
                 break
@@ -323,9 +322,9 @@ class KvCache:
     def _ready(
         self, cells: Cells, n: int, request: Request, marks: Sequence[SavedState]
     ) -> tuple[int, SavedState | None, bool]:
-        """Return how many of the ``n`` tokens that a request shares with these cells it may start with.
+        """Return how many of the ``n`` tokens shared with these cells a request may start with.
 
-        Also returns the state that it needs, and whether it needs the cells' slot.
+        Also return the state that the request needs, and whether it needs the slot of the cells.
         """
         n, needs_slot = min(n, cells.n), False
         if not self._has_states and not self._window:
@@ -337,7 +336,7 @@ class KvCache:
         elif (n != end or self.exact_multiple) and (end > self._window or cells.floor):
             needs_slot = True
             is_there = cells.slot >= 0 and (self._shares_cells or cells.request is None)
-            # A copy of the last window has its cells elsewhere, so its rows are rounded differently.
+            # A copied window lies in other cells, so its rows are rounded differently.
             floor = UNLIMITED if self.exact_multiple and cells.floor else cells.floor
             n = n if is_there and n >= floor else 0
         n = self._n_ready(cells, n, request)
@@ -348,14 +347,14 @@ class KvCache:
         return n, None, needs_slot
 
     def _n_ready(self, cells: Cells, n: int, request: Request) -> int:
-        """Count how many of the first ``n`` cells a request may start with, leaving aside any state that it needs."""
+        """Return how many of the first ``n`` cells a request may start with, ignoring states."""
         n = request.prefix_end(n)
         if cells is request.saved_cells:
             return n
         return self._n_exact_of(n, request, cells.n_exact if cells.request is None else cells.request.n_exact)
 
     def _n_exact_of(self, n: int, request: Request, n_exact: int) -> int:
-        """Count how many of ``n`` cells a request may start with; the first ``n_exact`` were computed alone."""
+        """Return how many of ``n`` cells a request may start with; the first ``n_exact`` were computed alone."""
         if self.exact_multiple is None:
             return n
         n = min(n, n_exact) // self.exact_multiple * self.exact_multiple
@@ -363,12 +362,12 @@ class KvCache:
 
     # ---- states
     def _choose_places(self, request: Request, n: int, match: PrefixMatch) -> list[int]:
-        """Choose the places, in order, where the steps of a request end so that its state is saved there.
+        """Choose the places after ``n`` tokens, in order, where steps of a request end so that its state is saved.
 
-        A state costs memory, and a step that is smaller than it could be. So states are saved where other prompts are
-        likely to diverge from this one: where some have diverged already, where the caller says so (at the starts of
-        messages), shortly before the end (for the same prompt again, or an answer that a template renders differently),
-        and at intervals in a long prompt, where most steps end anyway. Windows can go back without states; there, a
+        A state costs memory, and makes a step smaller than it could be. So states are saved where other prompts are
+        likely to diverge from this one: where prompts have diverged before, where the caller says so (at the starts of
+        messages), shortly before the end (for an equal prompt, or an answer that a template renders differently), and
+        at intervals in a long prompt, where most steps end anyway. Windows can go back without states; with windows, a
         state serves copies and snapshots of a running sequence.
         """
         end = len(request.tokens)
@@ -402,9 +401,9 @@ class KvCache:
         return chosen
 
     def place_for_follower(self, leader: Request, n: int) -> int:
-        """Return where a request that shares ``n`` tokens with a running one may start. The leader saves a state there.
+        """Return where a request that shares ``n`` tokens with ``leader`` may start. The leader saves a state there.
 
-        An already planned place is used if it is near.
+        If a planned place is near, this returns that place.
         """
         if not self._states.budget or (self._shares_cells and not self._has_states):
             return n
@@ -474,9 +473,9 @@ class KvCache:
 
     # ---- slots
     def place(self, request: Request, match: PrefixMatch) -> None:
-        """Give a request a free slot and fill it with the prefix that was found."""
+        """Give a request a free slot and fill it with the prefix that ``find`` returned."""
         source, n, state = match.cells, match.n, match.state
-        # The match may have been dropped since.
+        # The cells or the state may have been dropped since ``find``.
         if (
             (source is not None and source not in self._tree)
             or (state is not None and state.key not in self._states_by_key)
@@ -489,7 +488,7 @@ class KvCache:
         request.slot = slot
         if state is not None:
             self._states.use(state.key)
-            state.pinned = True  # until its operation is in the list
+            state.pinned = True  # until the operation that loads it is in the list
         key = -1 if state is None else state.key
         floor = 0
         if source is not None and source.slot == slot:
@@ -525,7 +524,7 @@ class KvCache:
         if self._states.budget and request.uses_cache:
             request.places = self._choose_places(request, n, match)
         self.n_hit_tokens += n
-        # The tree learns all of its tokens, also those that are not computed yet.
+        # The tree learns all tokens of the request, including those not computed yet.
         cells = request.cells = Cells(slot, request, len(request.tokens))
         cells.floor = self._floor(floor)
         if self.enabled and request.uses_cache:
@@ -536,11 +535,11 @@ class KvCache:
         return n if n > self._window > 0 else 0
 
     def _choose(self, source: Cells | None) -> int:
-        """Choose a free slot next to a used one, if possible between two: gaps between running requests cost time."""
+        """Choose a free slot next to a used slot, if possible between two: gaps between running requests cost time."""
         free = self.free
         if self._held:
             free = {slot for slot in free if slot not in self.parked or not self.parked[slot].is_held} or free
-        if len(free) == 1:  # most often, while requests wait for slots
+        if len(free) == 1:  # the usual case while requests wait for slots
             return next(iter(free))
         taken = sorted(set(range(self.n_slots)) - free)
         near = free
@@ -608,7 +607,7 @@ class KvCache:
         self._n_parked_cells += n
 
     def touch(self, cells: Cells | None) -> None:
-        """Record that cells are about to be used."""
+        """Record that these cells are about to be used; does nothing for None."""
         if cells is not None and cells.slot in self.parked:
             self.parked.move_to_end(cells.slot)
 
@@ -619,7 +618,7 @@ class KvCache:
         """
         cells, kept = request.cells, request.saved_cells
         if kept is not None and kept.n > n:
-            self.unpin(request)  # they are of another sequence now
+            self.unpin(request)  # the request's tokens now differ from those of the saved cells
         if cells is None:
             return
         if n < request.n_past:
@@ -651,10 +650,10 @@ class KvCache:
         request.places = [place for place in request.places if place > n]
 
     def shift(self, request: Request, begin: int, end: int) -> None:
-        """Close the gap between ``begin`` and ``end``, whose tokens were dropped: the cells after it move there.
+        """Close the gap that tokens ``begin`` to ``end``, which were dropped, have left: move the cells after it there.
 
-        From then on only ``move`` copies these cells. No other request finds them, and ``leave`` and ``preempt`` drop
-        them.
+        From then on only ``move`` copies the request's cells. No other request finds them, and ``leave`` and
+        ``preempt`` drop them.
         """
         assert request.cells is not None
         self._tree.remove(request.cells)  # these cells depend on tokens that are gone
@@ -677,9 +676,9 @@ class KvCache:
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
     def became_stale(self, slot: int) -> None:
-        """Record that the state of a parked sequence is not that of its end.
+        """Record that the state of a parked sequence is not the state at its end.
 
-        Other states can still continue its cells.
+        With other states, its cells can still be continued.
         """
         if slot in self.parked:
             self.parked[slot].is_stale = True
@@ -693,7 +692,7 @@ class KvCache:
             self._evict(next(slots))
 
     def preempt(self, request: Request) -> None:
-        """Take a request's slot. Its cells are saved and pinned, if the budget allows that."""
+        """Take a request's slot. Its cells are saved and pinned if there are enough and the budget allows it."""
         slot, n = request.slot, request.n_past
         self._park(request)
         if slot in self.parked:
@@ -707,7 +706,10 @@ class KvCache:
         pinned_by: Request | None = None,
         is_stale: bool = False,
     ) -> int | None:
-        """Return the key for cells of tokens from elsewhere; None if there is no room. ``is_stale``: see Cells."""
+        """Add saved cells from elsewhere, such as the disk. Return their key; None if there is no room.
+
+        ``n_bytes``: their size. ``is_stale``: see Cells.
+        """
         dropped = self._store.make_room(n_bytes) if self.enabled else None
         if dropped is None:
             return None
@@ -719,20 +721,20 @@ class KvCache:
         return self._keep(cells, n_bytes, pinned_by)
 
     def take_in_state(self, tokens: Sequence[int], cache_key: Hashable, n_bytes: int) -> int | None:
-        """Return the key for a state of tokens from elsewhere; None if it is already saved, or there is no room."""
+        """Add a state from elsewhere. Return its key; None if it is already saved, or there is no room."""
         if not self.enabled:
             return None
         return self._add_state(tokens, cache_key, 0, n_bytes)
 
     def states_of(self, tokens: Sequence[int], cache_key: Hashable) -> list[tuple[int, int]]:
-        """Return the saved states of prefixes of tokens, the shortest first, as numbers of tokens and keys."""
+        """Return pairs (number of tokens, key) of the saved states of prefixes of ``tokens``, the shortest first."""
         prefixes = self._state_tree.prefixes(tokens, len(tokens), cache_key)
         return [(n, state.key) for n, state in prefixes][::-1]
 
     def save_parked_windows(self) -> None:
         """Move parked sequences to host memory if a copy of them would lack cells of windows.
 
-        In their slots they can go back to their places; elsewhere they need the states that this saves.
+        In their slots these sequences can go back to their places. Elsewhere they need the states that this saves.
         """
         if self._window and not self.exact_multiple:
             for slot, cells in list(self.parked.items()):
@@ -740,7 +742,7 @@ class KvCache:
                     self._evict(slot)
 
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
-        """Return the unused cells, or the state, with the most of these tokens, if they have more than half of them."""
+        """Return the unused cells, or the state, with the most of these tokens; None if none has more than half."""
         if (cells := self._unused(tokens, cache_key)) is not None:
             return self._described(cells)
         if not self._has_cells:
@@ -756,11 +758,11 @@ class KvCache:
                 return cells
         return None
 
-    # ---- what is known of later requests
+    # ---- hints about later requests
     def hold(self, name: Hashable, tokens: Sequence[int], cache_key: Hashable) -> None:
         """Evict the unused cells of these tokens after all others, until ``release``.
 
-        This is a hint: they are evicted when nothing else is left. In host memory they count as used now.
+        This is a hint: the cells are still evicted when no others are left. In host memory they count as just used.
         """
         self.release(name, is_done=False)
         cells = self._unused(tokens, cache_key)
@@ -771,7 +773,7 @@ class KvCache:
                 self._store.use(cells.key)
 
     def release(self, name: Hashable, is_done: bool) -> None:
-        """End ``hold``. ``is_done``: nobody will continue, so these cells are evicted first."""
+        """End ``hold``. ``is_done``: nobody will continue the conversation, so its cells are evicted first."""
         cells = self._held.pop(name, None)
         if cells is None:
             return
@@ -785,10 +787,10 @@ class KvCache:
     def offer_unused(self, again: bool) -> Iterator[Unused]:
         """Yield unused cells that no other sequence begins with, and their states, the most recently used first.
 
-        Each sequence is offered once, unless it was used since; ``again``: offer all of them. Sequences with images or
-        sounds are never offered. Nothing may change between two offers.
+        Each sequence is offered once, and once more when it has grown; ``again``: offer all of them. Sequences with
+        images or sounds are never offered. The cache must not change during the iteration.
         """
-        if self.exact_multiple is not None:  # it is not known elsewhere which cells were computed alone
+        if self.exact_multiple is not None:  # the receiver would not know which cells were computed alone
             return
         offered: set[Cells] = set()
         for cells in (
@@ -861,9 +863,9 @@ class KvCache:
         keeps: Cells | None = None,
         state: int = -1,
     ) -> None:
-        """Save or drop parked cells. The slot keeps the first ``n_keep``, with a state.
+        """Save or drop the parked cells of a slot. It keeps the first ``n_keep``, with the state of key ``state``.
 
-        ``keeps``: cells that are not dropped to make room.
+        ``pinned_by``: the request that the saved cells are pinned for. ``keeps``: saved cells not to drop for room.
         """
         cells = self._unpark(slot)
         if pinned_by is not None or self._is_worth_saving(cells):
@@ -880,9 +882,9 @@ class KvCache:
         self.memory_ops.append(Remove(slot, n_keep, state))
 
     def _save_windows(self, slot: int, cells: Cells, n_keep: int) -> None:
-        """Save states at places of a sequence whose slot is needed, so that its saved copy can go back to them.
+        """Save states at places of a sequence whose slot is needed, so that its saved copy can go back there.
 
-        The slot can still go back in place, so the states cost no step.
+        The slot itself can still go back to each place, so saving the states needs no extra step.
         """
         keys, cache_key = self._tree.tokens_of(cells), self._tree.key_of(cells)
         for place in sorted(cells.places, reverse=True):
@@ -927,7 +929,7 @@ class KvCache:
         self.n_restored += 1
         self._store.use(source.key)
         if n == source.n and not source.pinned:
-            self._forget(source.key)  # the slot has all of it now
+            self._forget(source.key)  # the slot now has all of its cells
 
     def _forget(self, key: int, spills: bool = False) -> None:
         cells, evicted = self._saved.pop(key), None
@@ -943,7 +945,7 @@ class KvCache:
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
     def saved(self, key: int, n_bytes: int | None) -> None:
-        """Record the size of a sequence or a state that was saved; None: it could not be saved."""
+        """Record the size in bytes of a saved sequence or state; None: it could not be saved."""
         state = self._states_by_key.get(key)
         if state is not None:
             if n_bytes is None:
@@ -953,7 +955,7 @@ class KvCache:
             else:
                 self._state_bytes = n_bytes
                 self._states.resize(key, n_bytes)
-                # Several may have been saved before their size was known.
+                # Several states may have been saved before their size was known.
                 for too_many in self._states.make_room(0) or ():
                     self._forget_state(too_many)
             return

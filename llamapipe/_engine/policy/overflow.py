@@ -2,8 +2,8 @@
 
 Open this file to change which tokens are dropped.
 
-The principle: one rule for all requests of an engine. It ends a request, or drops tokens in the middle and keeps the
-first ones, such as a system prompt, and the newest ones. Pure policy.
+The principle: all requests of an engine have the same rule. The rule ends a request, or drops tokens in the middle and
+keeps the first tokens, such as a system prompt, and the newest ones. Pure policy.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from llamapipe._engine.policy.kv import KvCache
 
 
 class Overflow:
-    """The rule for requests that have filled the context, the same for all of them.
+    """The rule for requests that have filled the context.
 
-    ``mode``: with ``"stop"`` the request ends. With ``"recompute"`` it keeps its first ``n_keep`` tokens and the newer
-    half of the others, which are computed again. ``"shift"`` does the same, but moves the cells of the newer half to
-    their new positions. These cells were computed with the dropped tokens before them, so the result differs, and no
-    other request may use them.
+    ``mode``: ``"stop"`` ends the request. ``"recompute"`` keeps its first ``n_keep`` tokens and the newer half of the
+    others; the newer half is computed again. ``"shift"`` keeps the same tokens, but moves the cells of the newer half
+    to their new positions. These cells were computed with the dropped tokens before them, so the result differs, and
+    no other request may use the cells.
     """
 
     def __init__(self, mode: str = "stop", n_keep: int = 0) -> None:
@@ -31,7 +31,7 @@ class Overflow:
     def drop(self, request: Request, cache: KvCache) -> bool:
         """Drop old tokens of a full request.
 
-        The request must then be sorted again among those that run. Returns False if it ends.
+        The caller must then put the request into the right list of ``Running``. Returns False if the request must end.
         """
         if self._mode == "stop":
             return False

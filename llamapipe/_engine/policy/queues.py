@@ -21,14 +21,14 @@ from operator import attrgetter
 from llamapipe._engine.policy.core import Request, State
 from llamapipe._engine.policy.turns import Claim
 
-_MAX_COUNTED = 256  # tokens that a request may generate, as its cost; few generate all that they may
+_MAX_COUNTED = 256  # at most so many tokens to generate count as cost; few requests generate their max_tokens
 _Heap = list[tuple[tuple[int, int, int], Request]]
 
 
 class _Share:
-    """The requests of one share. ``end``: where its last admitted request ends.
+    """The requests of one share. ``end``: where its last admitted request ends, in tokens.
 
-    ``n_new``: number of requests not admitted yet.
+    ``n_new``: the number of requests not admitted yet.
     """
 
     __slots__ = ("end", "heap", "lent", "n_new", "n_queued")
@@ -36,7 +36,7 @@ class _Share:
     def __init__(self) -> None:
         # Removed requests stay in the heaps until they come first.
         self.heap: _Heap = []
-        self.lent: _Heap = []  # those that have lent their slots
+        self.lent: _Heap = []  # requests that have lent their slots
         self.n_queued = self.n_new = self.end = 0
 
 
@@ -49,9 +49,9 @@ class Waiting:
     of a long list, and single requests keep their order of arrival. The same holds for shares, with the tokens of their
     admitted requests: a client with a thousand calls delays another client's call by one request.
 
-    A request that has lent its slot, because its token was late, returns before requests of its share that never did.
-    Such requests hold at most ``most_lent`` slots; the share's other requests get the rest. Among them, the request
-    that has lent its slot least often comes first.
+    A request that has lent its slot, because its token was late, comes before requests of its share that never lent
+    theirs. Requests that have lent a slot hold at most ``most_lent`` slots; the share's other requests get the rest.
+    Among the former, the request that has lent its slot least often comes first.
 
     ``queued``: requests that could be admitted now. ``paused``: preempted requests whose token budget is used up.
     ``preparing``: new requests until their images and sounds are encoded, or their prefix is read from disk. All other
@@ -63,12 +63,12 @@ class Waiting:
         self._most_lent = most_lent
         self.paused: set[Request] = set()
         self.preparing: set[Request] = set()
-        self.queued: dict[Request, None] = {}  # those of all heaps that were not removed
+        self.queued: dict[Request, None] = {}  # the requests of all heaps, without removed ones
         # The shares with requests that are queued or not admitted yet.
         self._shares: defaultdict[Hashable, _Share] = defaultdict(_Share)
-        self._next: Request | None = None  # the one to admit first, if that is known
+        self._next: Request | None = None  # the request to admit first, if known
         self._share_now = 0  # the start of the share whose request was admitted last
-        # By leader: the followers, and the cells that each waits for.
+        # By leader: its followers, and the number of cells that each waits for.
         self._followers: dict[Request, dict[Request, int]] = {}
         self.n_followers = 0
         self._ends: dict[object, int] = {}  # by caller: where its last request ends
@@ -87,7 +87,7 @@ class Waiting:
 
     @property
     def n_queued(self) -> int:
-        """The number of requests that wait for a slot."""
+        """The number of requests that wait for a slot, without paused ones."""
         return len(self.queued) + self.n_followers + len(self.preparing)
 
     def next(self) -> Request:
@@ -207,7 +207,7 @@ class Waiting:
         self.n_followers += 1
 
     def release(self, leader: Request) -> None:
-        """Make ready the followers whose cells the leader has computed; all followers if it computes nothing now."""
+        """Queue the followers whose cells the leader has computed, or all of them if the leader is not running."""
         followers = self._followers.get(leader)
         if followers is None:
             return
@@ -244,16 +244,16 @@ def _claim(requests: Iterable[Request]) -> Claim:
     return Claim(priority, awaits_first, streams)
 
 
-# Whether steps with the first set as their carrier can have requests with the second one. See turns.py.
+# Says whether steps whose carrier is the first set can have requests with the second set. See turns.py.
 Carries = Callable[[Hashable, Hashable], bool]
 
 
 class Running:
     """The requests with a slot, in five lists.
 
-    They prefill, decode, wait for a token that is drawn later, are paused, or are among the ``others``: requests that
-    would prefill or decode, but with adapters that the current steps cannot have. The steps have ``adapters``, or sets
-    that these carry (``turns.py``). An activated LoRA may move a request to ``others`` in the middle of its prompt.
+    They prefill, decode, wait for a token that is drawn later, are paused, or are in ``others``. The ``others`` have
+    tokens to compute, but with adapters that the current steps cannot have. Steps have the set ``adapters`` and the
+    sets that it carries (``turns.py``). An activated LoRA may move a request to ``others`` in the middle of its prompt.
 
     ``n_moves`` counts additions and removals: while it does not change, the same requests decode and prefill.
     """
@@ -293,7 +293,7 @@ class Running:
 
     @property
     def others_stream(self) -> bool:
-        """Whether a request with other adapters already has a token, so its reader waits for the next."""
+        """Whether a request in ``others`` already has a token, so its reader waits for the next one."""
         return any(request.n_generated for requests in self.others.values() for request in requests)
 
     @property
@@ -350,7 +350,7 @@ class Running:
     def use(self, adapters: Hashable) -> None:
         """Change the adapters of the next steps.
 
-        Only requests with these adapters, or with ones they carry, take part.
+        Only requests with these adapters, or with sets that these carry, are in the next steps.
         """
         requests = [*self.decoding, *self.prefilling]
         for others in self.others.values():
@@ -361,7 +361,7 @@ class Running:
             self.add(request)
 
     def carrier(self) -> Hashable:
-        """Return a set of adapters that every runnable request can share, or the current one."""
+        """Return a set of adapters that carries every request with tokens to compute, or else the current set."""
         if self._carries is None or not self.others:
             return self.adapters
         sets = {request.adapters for request in (*self.decoding, *self.prefilling)}.union(self.others)
@@ -371,7 +371,7 @@ class Running:
         return self.adapters
 
     def carrier_of(self, adapters: Hashable) -> Hashable:
-        """Return a set that carries these adapters, so that others can join their steps, or the adapters themselves."""
+        """Return a set that carries these adapters, so that others can join the steps, or else ``adapters``."""
         if self._carries is None or self._carries(adapters, adapters):
             return adapters
         return next((other for other in self.others if self._carries(other, adapters)), adapters)
@@ -384,7 +384,7 @@ class Running:
         return claims
 
     def sort(self) -> None:
-        """Move requests whose prompt is in the KV cache from ``prefilling`` to ``decoding``."""
+        """Put the requests in ``prefilling`` into the right list, after a step that computed prompts."""
         prefilling, self.prefilling = self.prefilling, []
         for request in prefilling:
             self.add(request)
@@ -399,7 +399,7 @@ class Running:
     def least(self) -> Request | None:
         """Return the request to preempt first: the first that paused, else the newest of the lowest priority.
 
-        Returns None if there is only one.
+        Returns None if fewer than two requests have slots.
         """
         if len(self) < 2:
             return None

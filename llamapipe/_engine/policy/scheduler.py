@@ -3,11 +3,11 @@
 Open this file to change admission, preemption, or the end of a request.
 
 The principle: there is no prefill phase and no decode phase. A request is a list of tokens, and the first ``n_past`` of
-them are in KV cells. Every step computes some of the others. When a step has computed the last one, the request gets
-its next token. A new prompt, a cut prompt, a preempted request, a fork and a scored text differ only in how many of
-their tokens have no cell yet.
+them are in KV cells. Every step computes some of the other tokens. When a step has computed the last token, the request
+gets its next token. A new prompt, a chunked prompt, a preempted request, a fork and a scored text differ only in how
+many of their tokens have no cell yet.
 
-What follows from it:
+The consequences:
 
 1. A request is always in one list: in ``Waiting`` while it has no slot, in ``Running`` while it has one
    (``queues.py``). Its ``State`` says which; ``core.py`` has the transitions.
@@ -17,8 +17,8 @@ What follows from it:
    next the request that paused first is preempted, then the newest request of the lowest priority. A preempted request
    loses its slot and its cells, but not its tokens or its turn. Its cells are saved in host memory or computed again.
    The last request that has cells is never preempted, so one request always progresses.
-4. Only ``commit`` moves ``n_past``. So a plan may be made while another one is in flight: it leaves out that plan's
-   requests. A request that leaves a step (because it ended or was preempted) has no ``batch_plan``, and the step's
+4. Only ``commit`` advances ``n_past``. So a plan may be made while another one is in flight, without the requests of
+   that one. A request that leaves a step (because it ended or was preempted) has no ``batch_plan``, and the step's
    result for it is ignored.
 5. Nothing here waits, looks at a clock or calls native code. The engine loop calls ``plan`` before a step, ``commit``
    after it, and the other methods between two steps. Pure policy.
@@ -51,14 +51,14 @@ from llamapipe._engine.policy.turns import SetTurns
 from llamapipe.errors import NoToken
 
 _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
-# Gaps between decoding requests, added up over steps, before they are closed: new requests may fill them.
+# The sum of gaps between decoding requests over steps, before gaps are closed: new requests may fill them.
 _LEAST_GAPS = 8
-# A padding token takes as long as moving so many cells, with a model whose tokens are cheap; with others, longer.
+# A padding token takes at least as long as moving so many cells; with large models it takes longer.
 _CELLS_PER_GAP = 200
 
 
 def _likeliest(guesses: Sequence[Guess], n: int) -> list[Guess]:
-    """Return the guesses of the ``n`` requests that are expected to get the most tokens from them."""
+    """Return the guesses of the ``n`` requests whose guesses are expected to bring the most tokens."""
     worth: dict[Request, float] = {}
     for guess in guesses:
         worth[guess.request] = max(worth.get(guess.request, 0.0), guess.share * len(guess.tokens))
@@ -72,12 +72,12 @@ class Scheduler:
     Their sequences have at most ``n_ctx`` positions each and ``n_cells`` in total, in the slots of ``cache``. A step
     has at most ``n_batch`` tokens, of which llama.cpp computes ``n_ubatch`` at a time. BatchBuilder describes
     ``padding_token``, ``n_score_rows``, ``prefill_cutoff`` and ``max_itl_s``; for ``overflow`` see Overflow, for
-    ``gate`` Gate.
+    ``gate`` Gate, for ``carries`` Running.
 
-    ``dequeued``: requests that got a slot or ended since ``take_dequeued`` was called; a preempted request is listed
-    again. ``awaiting_end``: requests that have their last token, but whose samplers do not know yet whether the text is
-    complete. ``n_again``: tokens that were computed again after wrong guesses. ``can_guess``: whether a sampler of the
-    last step can guess what follows. ``drafts``: whether a draft model does.
+    ``dequeued``: requests that got a slot, were preempted or ended since ``take_dequeued`` was called; a request may be
+    listed several times. ``awaiting_end``: requests that have their last token, but whose samplers do not know yet
+    whether the text is complete. ``n_again``: tokens that were computed again after wrong guesses. ``can_guess``:
+    whether a sampler of the last step can guess the next tokens. ``drafts``: whether the engine has a drafter.
     """
 
     def __init__(
@@ -113,21 +113,21 @@ class Scheduler:
         self.can_guess = False
         self.n_again = 0
         self._scarce = n_cells < n_ctx * cache.n_slots
-        self._full = False  # a step found no cells: admit no request before one has left
+        self._full = False  # a step found no free cells: admit no request until one has left
         self._n_arrived = 0
         self._lowest_priority = 0  # of all requests so far
         self._running = Running(carries)  # in a slot
         self._waiting = Waiting(self._running, max(cache.n_slots // 2, 1))  # without a slot
         self._carries = carries
-        self._has_carrier = False  # the adapters of the steps now are a carrier
-        self._assigned: dict[int, Hashable] = {}  # by slot: its adapters, if the steps have a carrier
+        self._has_carrier = False  # whether the adapters of the current steps are a carrier
+        self._assigned: dict[int, Hashable] = {}  # by slot: its adapters, while the steps have a carrier
         self.dequeued: list[Request] = []
         self.awaiting_end: list[Request] = []
         self._last: BatchPlan | None = None  # the last plan, if the next step may repeat it
-        self._n_moves = 0  # Running.n_moves when it was made
-        # Whether gaps between decoding requests cost more than closing them: not where a step reads all weights anyway.
+        self._n_moves = 0  # Running.n_moves when that plan was made
+        # Whether closing gaps between decoding requests pays: it does not where each step reads all weights anyway.
         self._closes_gaps = padding_token is not None and prefill_cutoff is not None
-        self._n_gaps = 0  # those of all steps since there were none
+        self._n_gaps = 0  # the sum of gaps in the steps since the last step without gaps
 
     def __repr__(self) -> str:
         return f"<Scheduler {self._waiting!r} {self._running!r} {self.cache!r}>"
@@ -135,7 +135,7 @@ class Scheduler:
     # ---- state
     @property
     def n_queued(self) -> int:
-        """Requests that wait for a slot."""
+        """The number of requests that wait for a slot."""
         return self._waiting.n_queued
 
     @property
@@ -166,7 +166,7 @@ class Scheduler:
     def max_in_flight(self) -> int:
         """The maximum number of steps in flight. Decoding needs the previous step's tokens; scoring does not."""
         builder = self.batch_builder
-        # The cheap question first.
+        # The cheaper test comes first.
         if builder.depth <= builder.n_micro_batches or not self._running.only_scores:
             return builder.n_micro_batches
         return builder.depth
@@ -184,7 +184,7 @@ class Scheduler:
         self.batch_builder.depth = depth
 
     def split_decoding(self, n_micro_batches: int) -> None:
-        """Split the decoding requests into this many parts, each a separate step, from the next step on."""
+        """From the next step on, split the decoding requests into ``n_micro_batches`` parts, each a separate step."""
         self.batch_builder.n_micro_batches = n_micro_batches
 
     # ---- events
@@ -196,7 +196,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Give a new request the sequence of a resumable one that is not running, and whose cells it will find."""
+        """Give a new request the sequence of a resumable request that is not running; ``find`` finds its cells."""
         child.tokens = parent.tokens.copy()
         child.dropped = parent.dropped.copy()
         child.n_kept = parent.n_kept
@@ -206,7 +206,7 @@ class Scheduler:
         self.cache.learn(parent)
 
     def prepared(self, request: Request) -> None:
-        """Record that a request's images and sounds are encoded, or its prefix was read, so it may get a slot."""
+        """Queue a request for a slot after its images and sounds were encoded or its prefix was read."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
             self._waiting.remove(request)
@@ -238,7 +238,7 @@ class Scheduler:
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Append tokens to a resumable request that is not running."""
         request.tokens.extend(tokens)
-        if request.n_total == 0:  # nothing was generated yet: these are part of the prompt
+        if request.n_total == 0:  # nothing was generated yet, so these tokens are part of the prompt
             request.n_prompt = len(request.tokens)
         self._find_activation(request)
         self._reopen(request)
@@ -276,9 +276,9 @@ class Scheduler:
         request.move(State.FINISHED)
 
     def stop(self, request: Request, n_after: int = 0) -> None:
-        """End a request whose text completed a stop string, even if its last token had already ended it.
+        """End a request whose text completed a stop string, even if its last token has already ended it.
 
-        ``n_after``: the number of tokens after that string, which are dropped.
+        ``n_after``: the number of tokens after the stop string, which are dropped.
         """
         if n_after:
             del request.tokens[-n_after:]
@@ -289,7 +289,7 @@ class Scheduler:
             self.cache.truncate(request, n, of_last_step=not in_next)
         self.finish(request, "stop")
         request.finish_reason = "stop"
-        request.stop_token = None  # after a right guess it may have been drawn with what the string completed
+        request.stop_token = None  # after a right guess, a stop token may follow the string in the same step
 
     def cancel(self, request: Request) -> None:
         """End a request in any state."""
@@ -321,15 +321,14 @@ class Scheduler:
             self._waiting.add_ready(request)
 
     def lend(self, request: Request, lateness: float) -> bool:
-        """Lend the slot of a request whose token is late to one that waits. The request returns with its token.
+        """Lend the slot of a request whose token is late to a waiting request. Return whether the slot was lent.
 
-        The request may then wait for a slot as long as another answer takes, so its grace period doubles each time
-        within a share. Otherwise a request with a slow constraint would wait before every token. If the waiting request
-        has also been late, the grace period is at most twice that of the waiting request. There is no grace period if
-        the waiting request belongs to another share, or if it has never lent its slot while requests that did hold more
-        than half of the slots. ``lateness``: how long its tokens have taken, as a multiple of the first grace period.
-
-        Returns whether the slot was lent.
+        The lender waits for a slot again when it has its token, which may take as long as another answer. So within a
+        share, its grace period doubles each time. Otherwise a request with a slow constraint would wait before every
+        token. If the waiting request has also been late, the grace period is at most twice that of the waiting request.
+        There is no grace period if the waiting request belongs to another share, or if it has never lent its slot while
+        requests that did hold more than half of the slots. ``lateness``: how long the lender's tokens have taken, as a
+        multiple of the first grace period.
         """
         waiting = self._waiting
         if len(self.cache.free) >= len(waiting.queued) or request not in self._running.drawing:
@@ -358,7 +357,7 @@ class Scheduler:
             return None
         if self._scarce:
             self._make_room()
-        # Last: what has made room may have been preempted.
+        # Adapters are chosen last, because making room may have preempted requests.
         if (running.others or self._has_carrier) and not self._choose_adapters():
             return None
         if self._n_gaps >= _LEAST_GAPS:
@@ -380,10 +379,10 @@ class Scheduler:
                 self._assign_adapters(plan)
         if self._closes_gaps and not guesses:
             self._count_gaps(plan)
-        return plan if plan.tokens else None  # none: all requests are in steps in flight
+        return plan if plan.tokens else None  # no tokens: all requests are in steps in flight
 
     def _choose_adapters(self) -> bool:
-        """Change the adapters if it is the turn of others. Return False if steps in flight must be committed first."""
+        """Change the adapters if it is another set's turn. Return False if steps in flight must be committed first."""
         running = self._running
         chosen = running.carrier()
         if running.others and chosen == running.adapters:
@@ -430,12 +429,12 @@ class Scheduler:
             return {}
         decoding = self.batch_builder.part(running.decoding)
         n_most = gate.n_longest
-        if self._scarce:  # a guess must not cost others their cells
+        if self._scarce:  # guesses must not take the cells of other requests
             n_most = min(n_most, (self.n_cells - running.n_cells - self.cache.n_parked_cells) // len(running))
         drafter = gate.next_drafter()
         guesses = []
         for request in decoding:
-            # The token after the last right one is drawn as well.
+            # The token after the last right guess is drawn as well, hence the -1.
             n = min(
                 n_most,
                 request.max_tokens - request.n_generated - 1,
@@ -446,7 +445,7 @@ class Scheduler:
                 continue
             tokens, share = request.sampler.guess(n) if asks_samplers else ((), 0.0)
             for i, token in enumerate(tokens):
-                if token in request.stop_tokens:  # nothing follows one
+                if token in request.stop_tokens:  # nothing follows a stop token
                     tokens = tokens[:i]
                     break
             guess = Guess(request, tokens, share) if tokens else None
@@ -483,7 +482,7 @@ class Scheduler:
     def commit(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Record a step: its KV cells, and for each of ``plan.requests`` a token or a NoToken.
 
-        Returns the requests that are still part of the step, with their tokens.
+        Returns the requests that are still part of the step, with their tokens; requests with ``LATER`` are left out.
         """
         plan.in_flight = False
         self._last = None  # only the step that was sampled last can be repeated
@@ -525,16 +524,16 @@ class Scheduler:
             and len(plan.requests) == len(self._running.decoding)
             and not self._running.prefilling
         ):
-            # It has all decoding requests: after a change from two micro-batches it may have half of them.
+            # The step has all decoding requests. After a change from two micro-batches it may have half of them.
             self._last = plan
         return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
     def _commit_guesses(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Commit a step with guessed tokens. Each row that was drawn from follows a right token."""
+        """Commit a step with guessed tokens; see ``commit``. Rows were drawn from only as far as guesses were right."""
         taken: list[tuple[Request, int]] = []
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}
-        again: set[Request] = set()  # those that compute their tokens of this step again
+        again: set[Request] = set()  # requests that compute their tokens of this step again
         gate.n_drafted += plan.n_guessed
         begin = 0
         for request, n in plan.scheduled:
@@ -543,13 +542,13 @@ class Scheduler:
             drawn = sampled[begin : begin + n]
             begin += n
             n_left = drawn.count(NoToken.NOT_DRAWN)
-            # Nothing follows a stop token, which a draft may have.
+            # A draft may contain a stop token. Nothing follows a stop token.
             n_left = next(
                 (n - 1 - i for i, token in enumerate(drawn) if token in request.stop_tokens), n_left
             )
             if n_left and request.batch_plan is plan and request.slot >= 0:
-                # The cells of wrong guesses. This comes first, because a request may end below, and the cells that it
-                # then leaves in its slot must all be of use.
+                # Remove the cells of wrong guesses. This comes first, because a request may end below, and all cells
+                # that it leaves in its slot must be useful.
                 if gate.copies_states:
                     self.cache.memory_ops.append(GoBack(request.slot, request.n_past))
                     again.add(request)
@@ -567,7 +566,7 @@ class Scheduler:
                 request.n_past += request not in again
                 if token != _LATER:
                     taken.append((request, token))
-                # The sampler knows all of the step's tokens: whether one may follow concerns the last one.
+                # The sampler has seen all tokens of the step, so ``finished`` concerns only the last one.
                 is_last = plan.guessed[i] < 0 or sampled[i + 1] == NoToken.NOT_DRAWN
                 self._add_token(request, token, is_last)
         gate.n_steps_saved += min(n_drawn.values(), default=1) - 1
@@ -592,7 +591,7 @@ class Scheduler:
             self.resume(request)
 
     def _add_token(self, request: Request, token: int, is_last: bool = True) -> None:
-        """Continue a request with a token, or end it. ``is_last``: the token is its last one in this step."""
+        """Continue a request with a token, or end the request. ``is_last``: this is its last token of the step."""
         if token in request.stop_tokens:
             request.stop_token = token
             self.finish(request, "stop")
@@ -610,7 +609,7 @@ class Scheduler:
         elif n_generated >= request.max_tokens or (
             len(tokens) >= self.n_ctx and not self._drop_old_tokens(request)
         ):
-            if sampler is not None and sampler.is_busy:  # it knows soon whether the text is complete
+            if sampler is not None and sampler.is_busy:  # the sampler soon knows whether the text is complete
                 self._draw_later(request)
                 self.awaiting_end.append(request)
             else:
@@ -623,7 +622,7 @@ class Scheduler:
             self._draw_later(request)
         elif code == NoToken.FINISHED:
             if request.spec.resumable:
-                # After a change the next token is sampled from the logits of the last one.
+                # If the caller changes the sequence, the next token is sampled from the logits of its last token.
                 self.cache.truncate(request, len(request.tokens) - 1)
             self.finish(request, "stop")
         else:
@@ -645,13 +644,13 @@ class Scheduler:
         return True
 
     def observe(self, plan: BatchPlan, seconds: float, turn_s: float | None = None) -> None:
-        """Learn the time of a step, from its launch until its tokens were sampled.
+        """Learn the seconds of a step, from its launch until its tokens were sampled.
 
-        ``turn_s``: the time of the loop's whole turn, which callers wait for; None: the same.
+        ``turn_s``: the seconds of the loop's whole turn, which callers wait for; None: equal to ``seconds``.
         """
         only_decodes = plan.n_decode == len(plan.tokens) or plan.n_guessed > 0
         if self.turns.observe(len(plan.tokens), only_decodes, seconds):
-            return  # it says little about others
+            return  # the first step after a change of adapters says little about other steps
         if plan.n_guessed or ((self.can_guess or self.drafts) and plan.n_decode == len(plan.tokens)):
             self.gate.observe(plan.n_decode, plan.n_guessed, seconds if turn_s is None else turn_s)
         budget = self.batch_builder.budget
@@ -671,7 +670,7 @@ class Scheduler:
         self.cache.truncate(request, n_kept)
 
     def abort(self, plan: BatchPlan, error: BaseException) -> list[Request]:
-        """End only the requests of a step that failed. Return them."""
+        """End the requests of a step that failed, and only these. Return them."""
         requests = self.drop(plan)
         for request in requests:
             self.fail(request, error)
@@ -686,7 +685,7 @@ class Scheduler:
     def cells_changed(self, changes: CellChanges) -> bool:
         """Record the outcome of ``cache.memory_ops``.
 
-        Return False if a sequence lost its cells and is computed again.
+        Return False if a sequence lost its cells, so that a request must compute them again.
         """
         for key, n_bytes in changes.saved:
             self.cache.saved(key, n_bytes)
@@ -705,14 +704,14 @@ class Scheduler:
         return not lost
 
     def free_cells_after(self, plan: BatchPlan) -> bool:
-        """Discard a step that found no free cells, and free some. Return False if only one request has cells."""
+        """Discard a step that found no free cells, and free cells. Return False if only one request has a slot."""
         self.drop(plan)
         if self.cache.n_parked_cells:
             self.cache.evict(0)
             return True
         none_paused = not self._running.paused
         preempted = self._preempt_least()
-        # A request that was running would be admitted again immediately, and fail again.
+        # Otherwise a running request that was preempted would be admitted immediately, and its step would fail again.
         self._full = preempted is not None and none_paused
         return preempted is not None
 
@@ -737,8 +736,8 @@ class Scheduler:
             or not all(map(cache.is_rotated, decoding))
         ):
             return
-        # Paused requests keep their slots. Of all n slots that the n requests could have, those which are closest
-        # together, then those to which the fewest cells are moved, or saved to make room.
+        # Paused requests keep their slots. For the n requests, choose the n slots that are closest together, then
+        # those for which the fewest cells are moved, or saved to make room.
         n_cells = {r.slot: r.n_past for r in decoding}
         slots, n = sorted(cache.free.union(n_cells)), len(decoding)
 
@@ -758,7 +757,7 @@ class Scheduler:
             running.add(request)
 
     def _preempt_least(self) -> Request | None:
-        """Preempt the request that paused first, else the newest. Return None if only one has a slot."""
+        """Preempt the request that ``Running.least`` names, and return it; None if only one request has a slot."""
         least = self._running.least()
         if least is not None:
             self.preempt(least)
@@ -773,7 +772,7 @@ class Scheduler:
                     self.preempt(next(iter(paused)))
                 elif not self._preempt_below(request):
                     return
-                continue  # a follower of the preempted one may be next now
+                continue  # a follower of the preempted request may now be next
             if self._full or (self._scarce and self._running.n_cells + len(request.tokens) > self.n_cells):
                 if paused:
                     self.preempt(next(iter(paused)))
@@ -826,7 +825,7 @@ class Scheduler:
             self._waiting.release(request)
 
     def n_cells_by_slot(self) -> dict[int, int]:
-        """Return the number of cells in each slot, once all memory operations are done and no step is in flight.
+        """Return the number of cells by slot. Call it when all memory operations are done and no step is in flight.
 
         Slots that have more cells because their state could not go back are left out.
         """

@@ -1,9 +1,9 @@
-"""Scores of a request's own tokens: which rows are wanted for which tokens, and the scores so far.
+"""Scores of a request's own tokens: says which rows score which tokens, and collects the scores.
 
 Open this file to change what ``Engine.score`` or ``prompt_logprobs`` computes.
 
-The principle: the row of a position has the log-probabilities of the next token. The wanted positions are always
-consecutive and end with the tokens to compute. So one number, ``wanted_from``, says which positions are still missing,
+The principle: the row of a position has the log-probabilities of the next token. The wanted positions are consecutive
+and extend to the end of the tokens to compute. So one number, ``wanted_from``, says which positions are still missing,
 even after a preemption. Pure policy.
 """
 
@@ -28,7 +28,7 @@ class TokenScore(NamedTuple):
 class LogprobTargets:
     """The positions of a sequence whose rows are wanted: from ``wanted_from`` to ``wanted_to``, exclusive.
 
-    ``n_top``: how many of the most probable tokens each score includes.
+    ``n_top``: the number of most probable tokens in each score.
     """
 
     def __init__(self, wanted_from: int, wanted_to: int, n_top: int) -> None:
@@ -50,7 +50,7 @@ class LogprobTargets:
         return 0
 
     def following(self) -> tuple[list[int], int] | None:
-        """Return the tokens to score after all wanted positions, and how many have KV cells. None at the end."""
+        """Return the next tokens to compute, and how many of them keep their KV cells; None after the last text."""
         return None
 
 
@@ -72,10 +72,10 @@ class PromptTargets(LogprobTargets):
 
 
 class ContinuationTargets(LogprobTargets):
-    """Continuations of one context. The context is computed once; each continuation is computed after it and removed.
+    """Continuations of one context, which is computed once. Each continuation is computed after it, then removed.
 
-    The context's last row scores the first tokens of all continuations, so continuations of one token cost nothing
-    more.
+    The context's last row scores the first tokens of all continuations, so continuations of one token cost no further
+    rows.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ContinuationTargets(LogprobTargets):
         return self._context + (self._continuations[self._now][:-1] if self._now >= 0 else [])
 
     def targets(self, position: int) -> list[int]:
-        """Return every continuation's first token at the context's last position; later, the current one's next."""
+        """Return all first tokens at the context's last position; later, the current continuation's next token."""
         i = position - len(self._context) + 1
         if i == 0:
             return [c[0] for c in self._continuations]
@@ -113,7 +113,7 @@ class ContinuationTargets(LogprobTargets):
         return len(self._context) if self._left else 0
 
     def following(self) -> tuple[list[int], int] | None:
-        """Return the context with the next continuation. None at the end."""
+        """Return the context with the next continuation, and the context's length; None after the last one."""
         if not self._left:
             return None
         self._now = self._left.pop(0)

@@ -3,34 +3,34 @@
 Open this file to change where guesses come from, or when they are worth a step's time.
 
 The principle: a step may compute tokens that nobody has sampled yet. The request's sampler guesses which tokens follow
-its last one, and the step has all of them as rows, each with an output. After the step the request's own sampler draws
-from these rows in order. As long as it draws the guessed token, it continues with the next row; at the first other
-token the rest is discarded, and ``Scheduler.commit`` removes its cells. So every token is drawn from the same logits
+the last one, and the step computes all of them, each with an output row. After the step the sampler draws from these
+rows in order. As long as it draws the guessed token, it continues with the next row. After the first other token, the
+remaining rows are discarded, and ``Scheduler.commit`` removes their cells. So every token is drawn from the same logits
 with the same uniform number as without guesses: guesses change the number of steps of a text, not the text.
 
-Where guesses come from (``Sampler.guess``), the surest first:
+Guesses come from (``Sampler.guess``), the surest first:
 
 1. A constraint: text that every continuation has, such as the keys of a JSON object. The text is certain; only its
    tokenization is a guess.
 2. ``SamplingParams.prediction``: the text that the caller expects.
-3. The request's own prompt and output: what followed the last three tokens earlier. The texts of others are never used,
-   because response times would reveal them.
-4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). It makes tokens only once their
-   number is chosen.
+3. The request's own prompt and output: the tokens that followed the last three tokens earlier. Texts of other requests
+   are never used, because response times would reveal them.
+4. A draft model or the model's own MTP layer, if the engine has one (``draft.py``). Its tokens are computed only after
+   ``Gate`` has chosen their number.
 
 Cells of wrong guesses are removed. A recurrent state cannot go back. So either llama.cpp keeps the states after each of
 the last tokens (``Gate.keeps_states``), which makes every step slower, or the state before the guesses is copied
 (``Gate.copies_states``): after a wrong guess the sequence returns to the copy, and computes the right guesses again
 with the token after them.
 
-A guess costs time, so ``Gate`` learns what steps cost and how often guesses are right. It chooses the number of guessed
-tokens that gives the most tokens per second, which may be none. Guesses are made only for steps in which all requests
-decode, since prompts make better use of a step.
+A guess costs time, so ``Gate`` measures the times of steps and how often guesses are right. It chooses the number of
+guessed tokens that gives the most tokens per second, which may be none. Guesses are made only for steps in which all
+requests decode, because prompts make better use of a step.
 
 The cost of a step is the time of a whole turn of the loop, including planning, delivery and waking callers: a caller
-waits for all of these. A draft takes time, too, so it replaces surer and free guesses only where that brings more
-tokens per second. Because the expectations of drafts may be wrong, drafts have a credit (``Gate``): they may lose
-little more than ``_REFILL`` of the time, however bad they are. Pure policy.
+waits for all of these. A draft takes time, too, so it replaces surer and free guesses only where it brings more tokens
+per second. The expected gain of drafts may be wrong, so drafts have a credit (``Gate``): they may lose little more than
+``_REFILL`` of the time, however bad they are. Pure policy.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from typing import NamedTuple, Protocol
 
 from llamapipe._engine.policy.core import Request
 
-MOST_GUESSED = 24  # tokens of a request in a step
+MOST_GUESSED = 24  # maximum guessed tokens of a request in a step
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 19, 23, MOST_GUESSED)
-_FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than those before
-_N_FIRST = 3  # steps of a number that count as much as faster ones
-_FRESH = 2  # steps after which a time that is not measured follows those that are
-_KEPT = 0.75  # weight of what was seen before of steps of several passes
-_FIRST_SLOPE = 0.1  # of a token that was never tried, in times of the first: trying once tells
-_LEAST_PART = 0.25  # of a step's time is needed for any number of tokens, until that is known better
+_FASTER, _SLOWER = 0.5, 0.2  # weights of a step that was faster or slower than earlier ones
+_N_FIRST = 3  # the first steps with a number of tokens that get the weight of faster steps
+_FRESH = 2  # steps after which an unmeasured time is scaled with the measured times
+_KEPT = 0.75  # weight of earlier measurements of steps with several passes
+_FIRST_SLOPE = 0.1  # assumed time of a further token, as a part of the first token's, until it is measured
+_LEAST_PART = 0.25  # assumed least part of a step's time for fewer tokens, until it is measured
 _LEAST_GAIN = 1.03
-_LEAST_CHANCE = 0.15  # of a token to be used at all
-_RETRY = 100  # decisions against guesses, before one is made anyway: what steps cost changes
-# The limit of ``_RETRY``, which doubles with each useless draft. After a longer pause the next draft costs more.
+_LEAST_CHANCE = 0.15  # minimum probability of a guessed token to be used
+_RETRY = 100  # decisions against guesses before a guess is tried anyway, because the times of steps change
+# The maximum of ``Gate._retry``, which doubles with each useless draft. After a longer pause a draft costs more.
 _MOST_RETRY = 3200
-_LONGEST_PAUSE = 32  # decisions without drafts, after several against them
-# The credit of drafts, in times of a step without guesses: at first, added by each step, and at most.
+_LONGEST_PAUSE = 32  # maximum decisions without drafts, after several decisions against them
+# The credit of drafts, in times of a step without guesses: the initial one, the part each step adds, the maximum.
 _CREDIT, _REFILL, _MOST_CREDIT = 3.0, 0.005, 6.0
-_LOOK_AGAIN = 32  # drafts, after which a step has none: the time of a step without drafts may have changed
-MOST_COPIES = 4  # of states, for the requests of a step: each is as large as thousands of cells
-FORCED_SHARE = 0.95  # of forced texts whose tokens are the guessed ones; most models were trained on these
+_LOOK_AGAIN = 32  # drafts in a row before a step without: the time of a step without drafts may have changed
+MOST_COPIES = 4  # maximum copies of states for the requests of a step: each is as large as thousands of cells
+FORCED_SHARE = 0.95  # share of forced texts tokenized as guessed; most models were trained so
 
 
 class Guess(NamedTuple):
-    """The tokens that may follow a request's last one, and the share of such guesses that were right.
+    """The tokens that may follow a request's last token, and the share of such guesses that were right.
 
-    ``is_draft``: the tokens are still to be drafted, and only their number counts. ``sure``: the share of drafted
-    tokens that become rows, because the draft is sure enough of them; ``share`` counts only these.
+    ``is_draft``: the tokens are not drafted yet, so only their number counts. ``sure``: the share of drafted tokens
+    that become rows because the draft is sure enough of them; ``share`` counts only these.
     """
 
     request: Request
@@ -78,10 +78,10 @@ class Guess(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """The worth of a step's tokens, for a draft that must end where the next token is not worth computing.
+    """The worth of a step's tokens: a draft ends where the next token is not worth computing.
 
-    ``rate``: tokens per second that are expected with the draft. ``row_s``: seconds of each further row of the step. So
-    a token is worth its row if its chance is more than ``rate`` times ``row_s``. Both are 0 if every token is worth it.
+    ``rate``: expected tokens per second with the draft. ``row_s``: seconds of each further row of the step. A token is
+    worth its row if its probability is more than ``rate`` times ``row_s``. Both are 0 if every token is worth its row.
     """
 
     rate: float = 0.0
@@ -116,16 +116,16 @@ class Drafter(Protocol):
     took_s: float
 
     def begin(self) -> None:
-        """Record that the next step is being decided on: from here on, time is the draft's."""
+        """Record that the decision on the next step begins: from now on, time counts as the draft's."""
 
     def guess(self, request: Request, n: int) -> Guess | None:
-        """Return a guess of at most ``n`` tokens that are still to be drafted; None if there can be none."""
+        """Return a guess of at most ``n`` tokens that are not drafted yet; None if none can be drafted."""
 
     def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
-        """Return the expected seconds of ``draft``, with a share, or the ``whole``, of work for later drafts."""
+        """Return the expected seconds of ``draft``, with a share, or the ``whole``, of its work for later drafts."""
 
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> Mapping[Request, Sequence[int]]:
-        """Return the drafted tokens of each request, at most the chosen number, perhaps none. Never raises."""
+        """Return the drafted tokens of each request: at most the chosen number, perhaps none. Never raises."""
 
     def close(self) -> None:
         """Free its resources."""
@@ -134,12 +134,12 @@ class Drafter(Protocol):
 class StepTimes:
     """The smoothed seconds of a step, by its number of tokens.
 
-    The first step with a number of tokens may be slow because its graph is new. So it counts half, and so do the next
-    two. ``least_part``: the minimum time for a number below the smallest known one, as a fraction of the time of that
-    one.
+    The first step with a number of tokens may be slow because its graph is new. So this step and the next two have the
+    weight one half. ``least_part``: the minimum time for fewer tokens than were measured, as a fraction of the time of
+    the smallest measured number.
 
-    A processor may be half as fast for seconds. Times that are not measured keep their ratio to those that are.
-    Otherwise a number that was measured in a slow phase would look slow for good, because nobody tries it again.
+    A processor may run at half its speed for seconds. So unmeasured times keep their ratio to measured ones. Otherwise
+    a number measured in a slow phase would look slow forever, because nothing tries it again.
     """
 
     def __init__(self, least_part: float = _LEAST_PART) -> None:
@@ -173,7 +173,7 @@ class StepTimes:
         self._seen_at[n] = self._n_steps
 
     def _rescale(self, n: int, ratio: float) -> None:
-        """Multiply the times that follow the one of ``n``: each old one follows the next smaller new one, if any."""
+        """Scale old times like that of ``n``: of larger numbers up to a fresh one, of smaller ones if none is fresh."""
         oldest = self._n_steps - _FRESH
         at = bisect_left(self._ns, n)
         for m in self._ns[at + 1 :]:
@@ -186,7 +186,7 @@ class StepTimes:
                 self._seconds[m] *= ratio
 
     def of(self, n: float) -> float:
-        """Return the expected seconds of a step with ``n`` tokens; 0 if nothing is known."""
+        """Return the expected seconds of a step with ``n`` tokens; 0 if nothing was measured."""
         ns, seconds = self._ns, self._seconds
         if not ns:
             return 0.0
@@ -209,9 +209,9 @@ def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
     """Return how many guessed tokens each request may have in a step, if kept states undo wrong guesses.
 
     llama.cpp computes rows of several sequences together only if the sequences have equally many rows and consecutive
-    numbers. Before each such ubatch it moves the states of its sequences side by side, but not the states kept for
+    seq_ids. Before each such ubatch it moves the states of its sequences side by side, but not the states kept for
     going back. So no ubatch of several sequences may follow one with guesses: all guesses are in one ubatch, or only
-    the last two requests have some.
+    the last two requests have guesses.
     """
     n, first = len(slots), slots[0]
     if n <= 2:
@@ -222,7 +222,7 @@ def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
 
 
 def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
-    """Return the sets of guesses to choose from, if a request may have two; the last set has the most drafts."""
+    """Return the sets of guesses to choose from, with one guess per request; the last set has the most drafts."""
     ready = {guess.request: guess for guess in guesses if not guess.is_draft}
     drafts = {guess.request: guess for guess in guesses if guess.is_draft}
     if not ready or not drafts:
@@ -241,9 +241,9 @@ def alternatives(guesses: Sequence[Guess]) -> list[Sequence[Guess]]:
 
 
 class _Choice(NamedTuple):
-    """The number of tokens of each guess that are worth computing, and the tokens per second expected with them.
+    """The number of tokens of each guess that are worth computing, and the expected tokens per second (``speed``).
 
-    ``attempt``: the numbers to try if none are worth it, with ``attempt_speed``. ``row_s``: see ``Worth``.
+    ``attempt``: the numbers to try if none are worth computing; their speed is ``attempt_speed``. ``row_s``: see Worth.
     """
 
     guesses: Sequence[Guess]
@@ -261,26 +261,26 @@ class _Choice(NamedTuple):
         }
 
     def attempted(self) -> _Choice:
-        """Return the choice that is to be tried."""
+        """Return this choice with the numbers of ``attempt``."""
         return self._replace(chosen=self.attempt)
 
 
 class Gate:
     """Chooses how many guessed tokens a step computes, and counts them.
 
-    ``n_most``: maximum guessed tokens of a step; 0: never any. ``splits``: if one sequence has more tokens than the
-    others, the extra tokens are a separate ubatch, and so a pass over the weights (KV in streams). ``drafter``: makes
-    the tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before
-    another ubatch reuses the cells that fell out of the window because of them. So all guesses of a step have equally
-    many tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``:
-    kept states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
+    ``n_most``: maximum guessed tokens of a step; 0: none. ``splits``: if one sequence has more tokens than the others,
+    the extra tokens are a separate ubatch, and so another pass over the weights (KV in streams). ``drafter``: makes the
+    tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another
+    ubatch reuses the cells that fell out of the window because of them. So all guesses of a step have equally many
+    tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
+    states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
     ``n_longest``: maximum guessed tokens of a request.
 
-    Drafts have a credit, counted in steps without guesses. A draft and its rows cost some of it, and each right token
-    adds what its request's part of such a step takes. It begins as ``_CREDIT``, and each step adds ``_REFILL``. A draft
-    that may cost more than is left is not made, whatever is expected of it. One that is only tried also pays for the
-    prompt that it computes first. The very first draft, of which nothing is known, is charged no more than the credit:
-    otherwise its prompt would end drafts for thousands of steps.
+    Drafts have a credit, in times of a step without guesses. A draft and its rows spend credit. Each right token earns
+    its request's part of such a step's time. The credit starts at ``_CREDIT``, and each step adds ``_REFILL``. A draft
+    that may cost more than the credit is not made, whatever its expected gain. A draft that is only tried also pays for
+    the prompt that it computes first. The very first draft, whose time is unknown, costs at most the credit: otherwise
+    its prompt would end drafts for thousands of steps.
     """
 
     def __init__(
@@ -298,34 +298,34 @@ class Gate:
         self.has_window = has_window
         self.keeps_states = keeps_states
         self.copies_states = copies_states
-        self._copy_s = 0.0  # of a state
+        self._copy_s = 0.0  # seconds to copy a state
         self._has_copied = False
         self.n_longest = n_longest
         self.times = StepTimes()
         self.n_most = n_most
         self.n_drafted = self.n_accepted = self.n_forced = self.n_steps_saved = 0
-        self.n_drafted_by_model = self.n_accepted_by_model = 0  # those of the drafter
+        self.n_drafted_by_model = self.n_accepted_by_model = 0  # only tokens of the drafter
         self.drafter = drafter
         self.drafted: Collection[int] = ()  # the slots for which the drafter made the last chosen tokens
-        self._pause = self._n_paused = 0  # decisions to make without drafts, and those made
+        self._pause = self._n_paused = 0  # decisions to make without drafts, and how many of these were made
         self._n_without = 0  # decisions since the last draft
-        self._retry = _RETRY  # of them, after which a draft is made anyway
-        self._n_in_a_row = 0  # drafts
-        self._credit = _CREDIT  # the time that drafts may still lose, in steps without guesses
-        self._apart_s = 0.0  # of the next step's turn: drafts, which are counted apart
-        self._has_drafts = False  # that step
-        self._n_known = 0  # of ``n_accepted``, at the last step
+        self._retry = _RETRY  # decisions since the last draft after which a draft is tried anyway
+        self._n_in_a_row = 0  # drafts since the last decision that left them out
+        self._credit = _CREDIT  # the time that drafts may still lose, in times of a step without guesses
+        self._apart_s = 0.0  # seconds of drafts in the next step's turn, which do not count as the step's
+        self._has_drafts = False  # whether the next step has drafted tokens
+        self._n_known = 0  # ``n_accepted`` at the last step
         self._splits = splits
         self._n_refused = 0
-        self._expected_s = 0.0  # of the passes of the step that was chosen last; 0: it is one pass
-        self._factor = 1.0  # time of several passes, over the sum of the times expected of each
+        self._expected_s = 0.0  # expected seconds of the last chosen step's passes; 0: there is one pass
+        self._factor = 1.0  # measured time of several passes, divided by the sum of their expected times
 
     def __repr__(self) -> str:
         return f"<Gate n_drafted={self.n_drafted} n_accepted={self.n_accepted} {self.times!r}>"
 
     @property
     def considers_drafts(self) -> bool:
-        """Whether the next decision is also about drafts."""
+        """Whether the next decision considers drafts."""
         return (
             self.drafter is not None
             and self._n_paused >= self._pause
@@ -334,7 +334,7 @@ class Gate:
         )
 
     def next_drafter(self) -> Drafter | None:
-        """Return the drafter if the next decision is also about drafts."""
+        """Return the drafter if the next decision considers drafts, else None."""
         if self.drafter is None:
             return None
         if self.considers_drafts:
@@ -347,9 +347,9 @@ class Gate:
         return None
 
     def choose(self, n_decoding: int, guesses: Sequence[Guess], n_room: int) -> dict[Request, Sequence[int]]:
-        """Choose the guesses, at most ``n_room`` tokens, to compute after the last ones of ``n_decoding`` requests.
+        """Choose the guessed tokens, at most ``n_room``, to compute in a step of ``n_decoding`` decoding requests.
 
-        A request may have two guesses: one with its tokens, and a draft.
+        Return them by request. A request may have two guesses: one with its tokens, and a draft.
         """
         plain_s = self.times.of(n_decoding)
         if plain_s <= 0:
@@ -377,19 +377,19 @@ class Gate:
         return self._made(n_decoding, best, is_attempt)
 
     def _affords(self, plain_s: float, drafts: Mapping[Request, int]) -> bool:
-        """Return whether the credit is enough for drafts that no others are expected to follow."""
+        """Return whether the credit pays for drafts that are only tried, including their whole prompts."""
         if not drafts or self.drafter is None:
             return False
         return self.drafter.seconds(drafts, whole=True) <= self._credit * plain_s
 
     def _best(self, n_decoding: int, guesses: Sequence[Guess], n_room: int, plain_s: float) -> _Choice:
-        """Return the lengths of these guesses that bring the most tokens per second, if any are worth it."""
+        """Return the lengths of these guesses that bring the most tokens per second, if guesses are worth computing."""
         drafting = {guess.request for guess in guesses if guess.is_draft}
         best: Mapping[Request, int] = {}
         attempt: Mapping[Request, int] = {}
         best_speed, attempt_speed, row_s = _LEAST_GAIN * n_decoding / plain_s, 0.0, 0.0
         n_longest = max((len(guess.tokens) for guess in guesses), default=0)
-        # No number of guesses brings more tokens than this, and more guesses take no less time.
+        # No length brings more tokens than this, and a greater length never takes less time.
         n_at_best = n_decoding + sum(1 / (1 - min(guess.share * guess.sure, 0.99)) - 1 for guess in guesses)
         for length in _LENGTHS:
             chosen, n_expected, n_rows = _cut(guesses, length)
@@ -400,7 +400,7 @@ class Gate:
                 seconds += self.drafter.seconds({r: n for r, n in chosen.items() if r in drafting})
             if self.copies_states:
                 seconds += self._return_seconds(n_decoding, guesses, chosen)
-            if drafting and seconds > (1 + self._credit) * plain_s:  # if all are wrong
+            if drafting and seconds > (1 + self._credit) * plain_s:  # too expensive if all guesses are wrong
                 break
             speed = (n_decoding + n_expected) / seconds
             if speed > best_speed:
@@ -413,13 +413,13 @@ class Gate:
         return _Choice(guesses, best, best_speed, attempt, attempt_speed, row_s)
 
     def _made(self, n_decoding: int, best: _Choice, is_attempt: bool) -> dict[Request, Sequence[int]]:
-        """Return the tokens of the chosen guesses; makes those of drafts."""
+        """Return the tokens of the chosen guesses by request. This makes the tokens of drafts."""
         drafting = best.drafts
         self.drafted = {request.slot for request in drafting}
         chosen = dict(best.chosen)
         tokens = {guess.request: guess.tokens for guess in best.guesses if guess.request in chosen}
         if drafting and self.drafter is not None:
-            # Where rows of one length are one pass over the weights, a draft that ends earlier makes it two.
+            # Where rows of equal length are one pass over the weights, a draft that ends earlier adds a pass.
             is_even = n_decoding > 1 and (self._splits or self.has_window or self.keeps_states)
             worth = EVERY if is_even else Worth(max(best.speed, best.attempt_speed), best.row_s)
             expected_s = self.drafter.seconds(drafting, whole=is_attempt)
@@ -440,7 +440,7 @@ class Gate:
         return {request: tokens[request][:n] for request, n in chosen.items()}
 
     def _spend(self, n_decoding: int, seconds: float) -> None:
-        """Charge lost seconds to the credit of drafts; negative seconds were won."""
+        """Charge lost seconds to the credit of drafts; negative seconds are a gain."""
         plain_s = self.times.of(n_decoding)
         if plain_s > 0:
             self._credit = min(self._credit - seconds / plain_s, _MOST_CREDIT)
@@ -450,7 +450,7 @@ class Gate:
         return self._splits and (len(chosen) < n_decoding or len(set(chosen.values())) > 1)
 
     def _seconds(self, n_decoding: int, chosen: Mapping[Request, int], n_rows: float | None = None) -> float:
-        """Return the expected seconds of a step with these guesses, of which ``n_rows`` are expected to become rows."""
+        """Return the expected seconds of a step with these guesses; ``n_rows``: the expected rows, None: all tokens."""
         if not self._is_split(n_decoding, chosen):
             return self.times.of(n_decoding + (sum(chosen.values()) if n_rows is None else n_rows))
         lengths = [*chosen.values(), *repeat(0, n_decoding - len(chosen))]
@@ -472,7 +472,7 @@ class Gate:
                 wrong = 1 - share**n
                 seconds += (1 + wrong) * self._copy_s
                 if wrong > 0:
-                    # On average, the right guesses before the wrong one, and one more.
+                    # The expected number of right guesses before the wrong one, and the token after them.
                     n_again = 1 + sum(i * share**i * (1 - share) for i in range(n)) / wrong
                     before = 0.0 if self._splits and n_decoding > 1 else self.times.of(n_decoding)
                     n_next = n_again + (1 if self._splits and n_decoding > 1 else n_decoding)
@@ -482,7 +482,7 @@ class Gate:
     def observe_copies(self, n: int, seconds: float) -> None:
         """Learn the time that copying ``n`` states took."""
         each_s = seconds / n
-        if not self._has_copied:  # into new memory, whose pages take longer than the copy
+        if not self._has_copied:  # the first copy touches new pages, which takes longer than the copy itself
             self._has_copied = True
             return
         if self._copy_s:
@@ -493,14 +493,14 @@ class Gate:
         )
 
     def observe(self, n_decoding: int, n_guessed: int, seconds: float) -> None:
-        """Learn from a step in which requests only decoded, and what its turn of the loop took.
+        """Learn from a step in which requests only decoded. ``seconds``: the time of its turn of the loop.
 
-        Tokens that were right are in ``n_accepted`` already.
+        ``n_accepted`` already counts the step's right tokens.
         """
         seconds -= self._apart_s
         self._apart_s = 0.0
         n_right, self._n_known = self.n_accepted - self._n_known, self.n_accepted
-        if seconds <= 0:  # two clocks, or one that was changed
+        if seconds <= 0:  # the times come from two clocks, or a clock was changed
             return
         if not n_guessed or not self._expected_s:
             self.times.observe(n_decoding + n_guessed, seconds)
@@ -520,9 +520,9 @@ class Gate:
 
 
 def _cut(guesses: Sequence[Guess], length: int) -> tuple[dict[Request, int], float, float]:
-    """Cut each guess to ``length`` tokens at most.
+    """Cut each guess to at most ``length`` tokens.
 
-    Return the numbers, and how many tokens are expected to be right and to become rows.
+    Return the number of tokens by request, the expected number of right tokens, and that of rows.
     """
     chosen: dict[Request, int] = {}
     n_expected = n_rows = 0.0

@@ -7,7 +7,7 @@ about as long as a small step. So sets take turns; the requests of the other set
 
 How long a set stays: until its steps have taken ``_WORTH`` times as long as a change, which is measured. So changes
 take at most one part in ``_WORTH + 1`` of the time. The set stays no longer, because the streams of other sets pause
-during its turn. If their pauses are limited (``max_itl_s``), the turns of a round fit in the limit.
+during its turn. If pauses are limited (``max_itl_s``), the turns of a round fit in the limit.
 
 Which set is next: the set with the request of the highest priority. Among equal priorities, a set with a request that
 has no token yet comes first, then the set that has waited longest. A set that has waited a whole round comes before
@@ -21,18 +21,18 @@ When a set is interrupted:
   turns. The interrupted set keeps its place: its waiting time counts from the start of its turn.
 - A set with a lower priority gets a step when it has waited ``_PATIENCE`` rounds, so that no set starves.
 
-With the limit, a stream that would wait too long if another step came first comes before that step, and also before
-prompts: if the prompts of k sets came one after another, the stream of the first would wait for k - 1 of them. A prompt
-yields to streams for at most ``_PATIENCE_FIRST`` times the limit, so it cannot starve.
+With the limit, a stream comes before a step after which its pause would be too long. It also comes before prompts: if
+the prompts of k sets came one after another, the stream of the first set would wait for k - 1 of them. A prompt yields
+to streams for at most ``_PATIENCE_FIRST`` times the limit, so it cannot starve.
 
 Where our kernels compute a model, the rows of a step can have different LoRAs (``kernels/row_adapters.hpp``). Then one
-set is the carrier of the steps: they can have all requests whose LoRAs change only matrices of the carrier, and those
-without adapters. If a set carries all requests that could compute, it is chosen immediately, and nobody waits. Turns
-remain for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request uses is
-dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
+set is the carrier of the steps. Requests whose LoRAs change only matrices of the carrier can share its steps, and so
+can requests without adapters. If a set carries all requests that could compute, it is chosen immediately, and nobody
+waits. Turns remain for control vectors, experts, and LoRAs of which none carries the others. A carrier that no request
+uses is dropped when steps without adapters have taken ``_WORTH`` times as long as a change.
 
-A context for each set would need no changes, but would divide KV cells and buffers; for that, use two engines over one
-model.
+One context per set would need no changes, but would divide KV cells and buffers. For that, use one engine per set over
+the same model.
 
 All times are measured on the observed steps. Pure policy.
 """
@@ -46,15 +46,15 @@ _WORTH = 20
 _WORTH_FIRST = 4
 _PATIENCE = 10
 _PATIENCE_FIRST = 3
-_FIRST_CHANGE_S = 0.02  # until one is measured
-_KEPT = 0.7  # weight of the measurements so far at the next one
+_FIRST_CHANGE_S = 0.02  # the assumed time of a change until one is measured
+_KEPT = 0.7  # weight of earlier measurements when a new one is added
 
 
 class Claim(NamedTuple):
     """The claim of a set of adapters to the next step.
 
-    ``priority``: the highest of its requests. ``awaits_first``: a request has no token yet. ``streams``: a request has
-    some.
+    ``priority``: the highest priority of its requests. ``awaits_first``: a request has no token yet. ``streams``: a
+    request has tokens already.
     """
 
     priority: int = 0
@@ -63,7 +63,7 @@ class Claim(NamedTuple):
 
 
 class SetTurns:
-    """Chooses the set of each step. ``max_itl_s``: the longest time between two tokens of a stream; None: no limit."""
+    """Chooses the set of each step. ``max_itl_s``: maximum seconds between two tokens of a stream; None: no limit."""
 
     def __init__(self, max_itl_s: float | None = None) -> None:
         self.change_s = _FIRST_CHANGE_S
@@ -76,8 +76,8 @@ class SetTurns:
         # The first step after the change: its tokens and seconds.
         self._first: tuple[int, float] | None = None
         self._step_s = {False: 0.0, True: 0.0}  # of the last step with prompts, and without
-        self._since: dict[Hashable, float] = {}  # since when sets have waited
-        self._credit_s: dict[Hashable, float] = {}  # how much longer that counts where the turn was not over
+        self._since: dict[Hashable, float] = {}  # by set: when it began to wait
+        self._credit_s: dict[Hashable, float] = {}  # added to the wait of sets whose turn was cut short
 
     def __repr__(self) -> str:
         return (
@@ -85,7 +85,7 @@ class SetTurns:
         )
 
     def stay_s(self, n_sets: int) -> float:
-        """Return the seconds that a set stays if ``n_sets`` have requests."""
+        """Return the seconds that a set stays while ``n_sets`` sets have requests."""
         stay_s = _WORTH * self.change_s
         if self._max_itl_s is not None and n_sets > 1:
             others_s = self._max_itl_s - self.change_s - self._step_s[True]
@@ -93,7 +93,7 @@ class SetTurns:
         return stay_s
 
     def choose(self, current: Hashable, ready: Mapping[Hashable, Claim]) -> Hashable:
-        """Choose the set of the next step. ``ready``: the sets with requests to compute."""
+        """Return the set of the next step. ``ready``: the sets with requests to compute, and their claims."""
         others = [other for other in ready if other != current]
         self._since = {other: self._since.get(other, self._now_s) for other in others}
         self._credit_s = {other: self._credit_s.get(other, 0.0) for other in others}
@@ -142,7 +142,7 @@ class SetTurns:
     def _before_late(
         self, chosen: Hashable, current: Hashable, others: Sequence[Hashable], ready: Mapping[Hashable, Claim]
     ) -> Hashable:
-        """Return the set whose streams would wait too long if the chosen one came first; else the chosen one."""
+        """Return the set whose streams would wait too long if ``chosen`` came first; else ``chosen``."""
         assert self._max_itl_s is not None
         claim = ready[chosen]
         streams = [
@@ -163,7 +163,10 @@ class SetTurns:
         return self._now_s - self._since[other] + self._credit_s[other]
 
     def is_idle(self, is_used: bool) -> bool:
-        """Return whether steps without adapters have taken long enough since the last use to be worth a change."""
+        """Return whether steps without adapters have taken long enough to drop the carrier.
+
+        ``is_used``: a request uses adapters now, so the time starts from 0.
+        """
         if is_used:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s
@@ -184,7 +187,7 @@ class SetTurns:
         if is_first:
             self._first = (n_tokens, seconds) if only_decodes else None
         elif self._first is not None:
-            # A change is what the first step takes longer than the second one, which computes as much.
+            # The time of a change is the first step's time minus that of the second step, which computes as much.
             first, self._first = self._first, None
             if only_decodes and first[0] == n_tokens:
                 change_s = min(max(first[1] - seconds, 0.0), 10 * self.change_s)

@@ -1,5 +1,5 @@
-"""Threads and native calls that carry out the policy.
+"""Carries out the decisions of ``policy``, with threads and native calls.
 
-``thread`` owns the engine thread, which runs ``loop``. ``executor`` runs steps over the native pipeline, samplers and
-background draws make tokens, sinks and mailboxes deliver them, and wakers wake callers.
+``thread`` owns the engine thread, which runs ``loop``. ``executor`` runs steps in the native pipeline, samplers and
+background draws choose tokens, sinks and mailboxes deliver them, and wakers wake callers.
 """

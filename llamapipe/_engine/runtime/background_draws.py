@@ -2,9 +2,9 @@
 
 Open this file to change how long a step waits for slow samplers.
 
-The principle: one slow request never holds up the others. The engine thread waits for about half a step, and not at all
-for samplers whose last draw took longer. A token that is late is ``NoToken.LATER``: its request skips steps, and
-``take`` returns the token once it arrives.
+The principle: a slow request never holds up other requests. The engine thread waits for about half a step, and not at
+all for samplers whose last draw took longer. In place of a late token, the step gets ``NoToken.LATER``: the request
+skips steps until ``take`` returns the token.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 # The wait is half a step, within these limits. A shorter wait would often make requests of small models miss a step
 # only because waking a thread takes time.
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.0005, 0.005
-# Of the wait for what a constraint forces next, in times of the wait for a token: it may save a step.
+# The wait for a constraint's next forced text, as a fraction of the wait for a token. The text may save a step.
 _PATIENCE_AHEAD = 0.2
 _SHORTEST_WAIT_S = 2e-5  # SimpleQueue.get() with a shorter timeout may not end: see Inbox.run_next
 AnySampler = SamplerChain | BackgroundSampler
-Drawn = tuple[BackgroundSampler, int, int]  # with the number of the draw, and the token or NoToken
+Drawn = tuple[BackgroundSampler, int, int]  # the sampler, the number of the draw, and the token or NoToken
 
 
 class BackgroundDraws:
@@ -45,9 +45,9 @@ class BackgroundDraws:
         self.threads = threads
         self.notify: Callable[[], object] = lambda: None
         self._tokens: SimpleQueue[Drawn] = SimpleQueue()
-        self._kept: list[Drawn] = []  # of earlier steps, found while this one's were waited for
+        self._kept: list[Drawn] = []  # tokens of earlier steps that arrived during a wait for a later step's
         self._n_late = 0  # tokens that ``take`` will return
-        self._looked: SimpleQueue[None] = SimpleQueue()  # an item where a sampler may have looked
+        self._looked: SimpleQueue[None] = SimpleQueue()  # gets an item when a sampler may have looked
 
     def __repr__(self) -> str:
         return f"<BackgroundDraws n_late={self._n_late} {self.threads!r}>"
@@ -61,11 +61,11 @@ class BackgroundDraws:
         patience_s: float,
         guessed: Sequence[int] = (),
     ) -> list[int]:
-        """Draw a token or NoToken for each row: begin the slow draws, make the others, then wait a moment.
+        """Return a token or NoToken for each row: begin the slow draws, make the other draws, then wait a moment.
 
         ``copied``: returns a copy of a row's logits. ``draw_native``: draws from rows whose samplers need no Python.
-        ``patience_s``: the longest wait; samplers whose last draw took longer are not waited for. ``guessed``: as in
-        ``Executor.sample``.
+        ``patience_s``: the wait in seconds, within limits; samplers whose last draw took longer are not waited for.
+        ``guessed``: as in ``Executor.sample``.
         """
         drawn: list[int] = [NoToken.NOT_DRAWN] * len(rows)
         at_once: list[int] = []
@@ -130,7 +130,7 @@ class BackgroundDraws:
         pending.update(((sampler, number), i) for number, i in zip(numbers, places, strict=True))
 
     def _await_looks(self, samplers: Sequence[BackgroundSampler], patience_s: float) -> None:
-        """Wait a moment until the samplers know what may follow: the next step may then take several tokens."""
+        """Wait a moment until the samplers have guessed the next tokens, so that the next step may have several."""
         deadline_s = perf_counter() + patience_s
         with suppress(Empty):
             while not all(sampler.has_looked for sampler in samplers):
@@ -145,7 +145,7 @@ class BackgroundDraws:
         self._looked.put(None)
 
     def _put(self, sampler: BackgroundSampler, number: int, token: int) -> None:
-        """Add a token. For the threads of samplers."""
+        """Add a drawn token. For the threads of samplers."""
         self._tokens.put((sampler, number, token))
         if self._n_late:
             self.notify()
@@ -159,7 +159,7 @@ class BackgroundDraws:
     ) -> None:
         """Move the tokens that arrive in time from ``pending`` to ``drawn``.
 
-        At most one of each sampler stays pending.
+        At most one draw of each sampler stays pending.
         """
         deadline_s = perf_counter() + patience_s
         while any(sampler.draw_s <= patience_s for sampler, _ in pending):
@@ -175,7 +175,7 @@ class BackgroundDraws:
             for number in range(sampler.n_draws + 1, sampler.n_draws + 1 + n_left_out):
                 pending.pop((sampler, number), None)
         n_late = len(pending)
-        self._n_late += n_late  # the engine thread is told of each token that arrives from here on
+        self._n_late += n_late  # from here on, ``_put`` notifies the engine thread of each token
         with suppress(Empty):
             while pending:
                 self._sort(self._tokens.get_nowait(), pending, drawn, guessed)
@@ -188,7 +188,7 @@ class BackgroundDraws:
         drawn: list[int],
         guessed: Sequence[int],
     ) -> None:
-        """Use a token of this step, or keep one of an earlier step."""
+        """Use a token of this step, or keep a token of an earlier step."""
         sampler, number, token_id = token
         i = pending.pop((sampler, number), None)
         if i is None:
@@ -209,6 +209,6 @@ class BackgroundDraws:
         return taken
 
     def await_end_state(self, sampler: BackgroundSampler) -> None:
-        """Have ``take`` return this sampler with ``NoToken.SETTLED`` once its end state is known."""
+        """Add this sampler with ``NoToken.SETTLED`` to the results of ``take`` once its end state is known."""
         self._n_late += 1
         sampler.await_end_state(self._put)

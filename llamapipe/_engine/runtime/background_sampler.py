@@ -3,8 +3,8 @@
 Open this file to change what such a sampler computes in advance, or how its draws are divided into jobs.
 
 The principle: the engine thread adds jobs, and the work threads (``llamapipe/work/threads.py``) run the jobs of a
-sampler one at a time, in order. Only jobs use the chain. When there are none, ``is_busy`` is false and the engine
-thread may use it. Neither side ever blocks on a lock.
+sampler one at a time, in order. While there are jobs, only they use the chain. Without jobs, ``is_busy`` is false and
+the engine thread may use the chain. Neither side ever blocks on a lock.
 
 ``background_draws.py`` says how long a step waits for these samplers.
 """
@@ -34,7 +34,7 @@ PutToken = Callable[["BackgroundSampler", int, int], object]
 
 
 class _Row(NamedTuple):
-    """A copy of a row to draw from, the number of that draw, and the token expected from it, or -1."""
+    """A copy of a row to draw from, the number of the draw, and the guessed token, or -1."""
 
     number: int
     logits: npt.NDArray[np.float32]
@@ -42,9 +42,9 @@ class _Row(NamedTuple):
 
 
 class _Expected:
-    """The guessed tokens of a step, and the masks after them, which a thread adds until it is ``stopped``.
+    """The guessed tokens of a step, and the masks after them, which a thread adds until ``stopped`` is set.
 
-    ``n_allowed``: how many of the tokens may follow; None: no token with a mask is known to be forbidden.
+    ``n_allowed``: how many of the tokens may follow; None: no token is known to be forbidden.
     """
 
     __slots__ = ("masks", "n_allowed", "stopped", "tokens")
@@ -59,20 +59,20 @@ class _Expected:
 class BackgroundSampler:
     """Builds a ``SamplerChain`` and draws with it in ``FairThreads``. Methods are for the engine thread.
 
-    ``build``: makes the chain. ``budget``: limits the processor time of its jobs, perhaps together with other samplers;
-    None: no limit. ``share``, ``is_python``: passed on with its jobs, see FairThreads. ``guesses``: whether it guesses
-    the tokens that follow, starting with text that its guide forces.
+    ``build``: makes the chain. ``budget``: limits the processor time of the jobs, perhaps of several samplers in total;
+    None: no limit. ``share``, ``is_python``: see ``FairThreads.run``. ``guesses``: whether the sampler guesses the next
+    tokens, first of all text that its guide forces.
 
-    After each token the sampler first finds out what may follow, in a fraction of the time of a mask; the next step
-    waits a moment for this (``has_looked``). The masks for a step's rows are computed during the step, because a mask
-    needs only the tokens before it. If the first mask is ready, the row is drawn from like any other (``is_ready``),
-    and so are the rows after it along a guess. If the mask is not ready, if there is none (GBNF), or if a processor
-    needs the row, ``draw`` works on copies of the rows while other requests continue.
+    After each token the sampler first guesses the next tokens, in a fraction of the time of a mask; the next step waits
+    a moment for this (``has_looked``). The masks for a step's rows are computed during the step, because a mask needs
+    only the tokens before it. If the first mask is ready, the row is drawn from like any other (``is_ready``), and so
+    are the rows after it along a guess. If the mask is not ready, if there is none (GBNF), or if a processor needs the
+    row, ``draw`` works on copies of the rows while other requests continue.
 
     ``is_forced``: whether the last guess that was drawn along was forced text.
 
     ``finished``: no token may follow the accepted ones. ``error``: why nothing can be drawn any more. Both are known
-    once the jobs are done. ``draw_s``: how long the last ``draw`` took, including waits.
+    when the jobs are done. ``draw_s``: how many seconds the last ``draw`` took, including waits.
     """
 
     is_native = False
@@ -88,13 +88,13 @@ class BackgroundSampler:
         self.guesses = guesses
         self.is_forced = False
         self._expected = _Expected(())
-        self._rows_left: deque[_Row] = deque()  # of the last ``draw``, that no thread has begun with
+        self._rows_left: deque[_Row] = deque()  # rows of the last ``draw`` that no thread has started on
         self.looked: Callable[[], object] | None = None  # called, in any thread, when ``has_looked`` is true
         self._has_looked = False
-        self._forced: Sequence[int] = ()  # tokens of text that follows in any case
+        self._forced: Sequence[int] = ()  # tokens of the text that every continuation has
         self._guessed: tuple[Sequence[int], float] = ((), 0.0)  # by the chain, as far as its guide allows
         self._forced_share = FORCED_SHARE
-        self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # of what a call drew along a guess
+        self._noted: list[tuple[float, Sequence[tuple[int, float]]]] = []  # log-probabilities along a guess
         self.finished = False
         self.error: Exception | None = None
         self.draw_s = 0.0
@@ -129,10 +129,10 @@ class BackgroundSampler:
             self._threads.run(self._run_jobs, self._share, self._is_python, place=self._place)
 
     def _run_jobs(self) -> None:
-        """Run jobs until there are none, unless another thread does so. That thread checks again when it stops.
+        """Run jobs until there are none, unless another thread runs them; that thread checks again when it stops.
 
-        Computing a mask releases the interpreter's lock; accepting a token holds it, for 30 ms in bad grammars. So jobs
-        after a long mask are left to a thread with normal priority, because others wait for that lock.
+        Computing a mask releases the interpreter's lock; accepting a token holds it, for 30 ms in bad grammars. Other
+        threads wait for this lock, so jobs after a long mask are left to a thread with normal priority.
         """
         while self._jobs and self._turn.acquire(blocking=False):
             is_slowed, spent_s = False, 0.0
@@ -167,12 +167,12 @@ class BackgroundSampler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether jobs wait or run, except jobs for masks along a guess."""
+        """Whether jobs wait or run; jobs for masks along a guess do not count."""
         return self._n_done != self._n_added
 
     @property
     def has_looked(self) -> bool:
-        """Whether ``guess`` has its final answer until the next token."""
+        """Whether the answer of ``guess`` stays the same until the next token."""
         return self._has_looked or not self.is_busy
 
     # ---- the chain
@@ -200,8 +200,8 @@ class BackgroundSampler:
     def expect(self, tokens: Sequence[int]) -> int:
         """Begin to compute the masks of the rows after guessed tokens, unless they are known.
 
-        Returns how many of the tokens may follow, as far as that is known yet. If the tokens come one by one as they
-        are drafted, almost all of it is known. GBNF has no masks, but is also asked.
+        Returns how many of the tokens may follow, as far as known; unknown tokens count. If the caller adds tokens one
+        by one, as they are drafted, almost all are known. GBNF has no masks, but its tokens are also checked.
         """
         chain = self._chain
         if self._is_python or chain is None or (chain.guide is None and not chain.has_grammar):
@@ -216,11 +216,11 @@ class BackgroundSampler:
         expected.tokens += tokens[n:]
         if n < len(tokens) and expected.n_allowed is None:
             self._add(lambda: self._follow(expected))
-            self._n_added -= 1  # no other job needs its result, and it leaves the chain alone
+            self._n_added -= 1  # not counted: no other job needs its result, and it does not change the chain
         return len(tokens) if expected.n_allowed is None else min(len(tokens), expected.n_allowed)
 
     def _allows(self, token: int) -> bool:
-        """Return whether a token may be the next one. Call it only while the sampler is ready and so has its mask."""
+        """Return whether a token may be the next one. Call this only while ``is_ready``, so that there is a mask."""
         assert self._chain is not None and self._chain.guide is not None
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
@@ -241,9 +241,9 @@ class BackgroundSampler:
         guessed: Sequence[int],
         draw_native: Callable[[Sequence[int], Sequence[Any], Sequence[int]], list[int]],
     ) -> list[int]:
-        """Draw from native rows, each with its mask, until a token is not the guessed one. Call ``ask`` first.
+        """Return tokens drawn from native rows, each with its mask, until a token is not the guessed one.
 
-        Also ends before the first row whose mask is not ready, where ``draw`` may continue.
+        Call ``ask`` first. This also ends before the first row whose mask is not ready; ``draw`` may continue there.
         """
         assert self._chain is not None
         self.is_forced = list(self._forced[: len(guessed) - 1]) == list(guessed[:-1])
@@ -278,10 +278,10 @@ class BackgroundSampler:
         drawn: PutToken,
         continues: bool = False,
     ) -> Sequence[int]:
-        """Begin to draw from the caller's rows, after the jobs so far, until a token is not the guessed one.
+        """Begin to draw from copies of rows, after the jobs so far, until a token is not the guessed one.
 
         Returns a number for each row. ``drawn`` is called in another thread with this sampler, the number, and the
-        token or a NoToken. ``guessed``: for each row the token after it, or -1. ``continues``: this draw follows
+        token or a NoToken. ``guessed``: for each row the guessed token, or -1. ``continues``: this draw follows
         ``draw_along``.
         """
         numbers = range(self.n_draws + 1, self.n_draws + 1 + len(rows))
@@ -308,20 +308,23 @@ class BackgroundSampler:
         return n
 
     def await_end_state(self, drawn: PutToken) -> int:
-        """Call ``drawn`` as ``draw`` does, with ``NoToken.SETTLED``, once ``finished`` is known."""
+        """Call ``drawn`` with ``NoToken.SETTLED`` once ``finished`` is known. Return the number of the call."""
         self.n_draws += 1
         number = self.n_draws
         self._add(lambda: drawn(self, number, NoToken.SETTLED))
         return number
 
     def rebuild(self, change: Callable[[SamplerChain], object]) -> None:
-        """Start over: ``change`` resets the chain and accepts another sequence."""
+        """Start over: ``change`` resets the chain, which then accepts another sequence."""
         self._expected.stopped = True
         self._has_looked = False
         self._add(lambda: self._rebuild(change))
 
     def guess(self, n: int) -> tuple[Sequence[int], float]:
-        """Return the tokens that its guide forces or that its chain guesses, if they are known yet."""
+        """Return at most ``n`` tokens that the guide forces or the chain guesses, and their share of right guesses.
+
+        Returns no tokens while they are unknown.
+        """
         if not self.guesses or not self.has_looked or self.error is not None or self._chain is None:
             return (), 0.0
         if self._forced:
@@ -331,7 +334,7 @@ class BackgroundSampler:
         return self._guessed[0][:n], self._guessed[1]
 
     def logprobs(self, i: int = 0) -> tuple[float, Sequence[tuple[int, float]]]:
-        """Return the log-probabilities of token ``i`` of the last draw, which drew several along a guess."""
+        """Return the log-probabilities of token ``i`` of the last draw; a draw along a guess has several tokens."""
         assert self._chain is not None
         return self._noted[i] if self._noted else self._chain.logprobs()
 
@@ -342,7 +345,7 @@ class BackgroundSampler:
         try:
             self._chain = build()
             self._prepare()
-        except (ValueError, DecodeError) as e:  # a fork or a restored sequence that violates the constraint
+        except (ValueError, DecodeError) as e:  # a fork or a restored sequence violates the constraint
             self.error = InvalidRequestError(str(e))
 
     def _rebuild(self, change: Callable[[SamplerChain], object]) -> None:
@@ -356,7 +359,7 @@ class BackgroundSampler:
             self.error = InvalidRequestError(str(e))
 
     def _prepare(self) -> None:
-        """Compute the mask of the next token."""
+        """Guess the next tokens, and learn from the guide whether the text is finished."""
         self._look_ahead()
         chain = self._chain
         if chain is not None and chain.guide is not None:
@@ -380,12 +383,12 @@ class BackgroundSampler:
             self.error = chain.error
 
     def _follow(self, expected: _Expected) -> None:
-        """Compute the masks along a guess. This does not count as a job, and its time is not charged to the budget."""
+        """Compute the masks along a guess. This does not count as a job, and the budget does not pay for it."""
         began_s, chain = thread_time(), self._chain
         try:
             if chain is None or expected.stopped or self._closing or self.error:
                 return
-            tokens = expected.tokens.copy()  # more may come
+            tokens = expected.tokens.copy()  # ``expect`` may add more tokens
             if chain.guide is None:
                 n_allowed = chain.n_allowed(tokens)
             else:
@@ -408,7 +411,7 @@ class BackgroundSampler:
         if self.guesses and chain is not None and not self._closing and self.error is None:
             try:
                 if chain.guide is not None and not self._is_python:
-                    with suppress(SystemExit):  # the interpreter ends: nothing is compiled any more
+                    with suppress(SystemExit):  # the interpreter exits, so nothing is compiled any more
                         self._forced = chain.guide.forced(MOST_GUESSED)
                 if not self._forced and (chain.guide is not None or chain.has_grammar):
                     self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
@@ -419,7 +422,7 @@ class BackgroundSampler:
     def _allowed(
         self, chain: SamplerChain, tokens: Sequence[int], share: float
     ) -> tuple[Sequence[int], float]:
-        """Return the first tokens of a guess that may follow. The time is not charged to the budget."""
+        """Return the first tokens of a guess that the constraint allows. The budget does not pay for this."""
         if not tokens:
             return tokens, share
         began_s, guide = thread_time(), chain.guide
@@ -442,7 +445,7 @@ class BackgroundSampler:
                 self._noted.append(chain.logprobs())
         ended_s = perf_counter()
         self.draw_s = ended_s - began_s
-        # Before the next draw, which the engine thread adds once it has this token. The last comes first.
+        # These jobs run before the next draw, which the engine thread adds when it has this token; the last runs first.
         following: list[Job] = []
         if left and token >= 0 and token == row.guessed:
             following.append(lambda: self._draw_next(left, drawn, ended_s))
@@ -458,10 +461,10 @@ class BackgroundSampler:
             left.clear()  # copies of rows are large
 
     def _draw_next(self, left: deque[_Row], drawn: PutToken, began_s: float) -> None:
-        """Draw from the next row along a guess, unless the engine thread waits no longer.
+        """Draw from the next row along a guess, unless the engine thread no longer waits.
 
-        A row leaves ``left`` only when the token before it was passed to ``drawn``. So each row either is left out by
-        ``give_up_guess`` or still arrives, never both.
+        A row leaves ``left`` only when the token before it was passed to ``drawn``. So ``give_up_guess`` either leaves
+        out a row, or the row's token still arrives, never both.
         """
         try:
             row = left.popleft()
@@ -487,5 +490,5 @@ class BackgroundSampler:
             self._add(self._close_chain)
 
 
-# The time to find out which tokens of a guess are allowed: they are for the next step, which does not wait.
+# Maximum seconds to check which tokens of a guess are allowed: they are for the next step, which does not wait long.
 _MOST_CHECK_S = 0.001

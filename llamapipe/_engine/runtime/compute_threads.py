@@ -3,12 +3,12 @@
 Open this file to change how an engine gives way to other work on the machine.
 
 The principle: llama.cpp's threads spin after every operation until all are done. So if other work takes one of their
-cores for a fraction D of the time, all of them stand still for about that fraction, and a step with n threads runs at 1
-- D of its speed. With one thread fewer, no thread has to wait. Hence the rule: use fewer threads as soon as the run
-delay shows that others need the cores, and more again when cores are idle.
+cores for a fraction D of the time, all threads stand still for about that fraction, and a step has only the fraction
+(1 - D) of its speed. With one thread fewer, no thread has to wait. Hence the rule: use fewer threads as soon as the run
+delay shows that other work needs the cores, and use more again when cores are idle.
 
-``RunDelayPolicy`` is that rule. ``StepTimePolicy`` replaces it where the OS does not report core usage. Both are pure.
-``ThreadTuner`` reads the counters and applies what the policies decide, on the thread of the engine or the embedder. A
+``RunDelayPolicy`` is this rule. ``StepTimePolicy`` replaces it where the system does not report core usage. Both are
+pure. ``ThreadTuner`` reads the counters and applies the decisions, on the thread of the engine or the embedder. A
 change takes effect at the next decode, even if the pipeline has a separate launch thread.
 """
 
@@ -30,24 +30,24 @@ from llamapipe.llama.native_pipeline import on_gpu
 if TYPE_CHECKING:
     from llamapipe.pipeline.trace import Trace
 
-# Of one thread's time, for all n of them: D above 0.6 / n costs more than the n-th thread brings.
+# The tolerated run delay of all n threads is 0.6 / n of the time: a larger D costs more than the n-th thread brings.
 _TOLERATED = 0.6
-_NOISE = 0.03  # of each thread's time, on a quiet machine
-_PATIENCE_S = 0.008  # run delay above the tolerated one: two time slices
-_ROUNDING = 0.2  # of a core: idle time that counts as a whole core, to start using it
-_HALF = 0.5  # of a core: idle time that counts as a whole core, to keep using it
-_SHORT_S = 0.5  # an increase that lasts less was wrong
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # before an increase
-_N_STEPS = 8  # of a large number of threads: each number has its own pool
+_NOISE = 0.03  # the run delay of each thread on a quiet machine, as a fraction of the time
+_PATIENCE_S = 0.008  # run delay above the tolerated one that lowers the number of threads: two time slices
+_ROUNDING = 0.2  # a core that is idle for all but this fraction counts as free, to start using it
+_HALF = 0.5  # a core that is idle for this fraction counts as free, to keep using it
+_SHORT_S = 0.5  # an increase that lasts for less was wrong
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 6.4  # seconds before the next increase
+_N_STEPS = 8  # numbers of threads in use at most, because each number has its own thread pool
 
 
 class RunDelayPolicy:
-    """Chooses ``n``, at most ``n_max`` and ``limit``, from run delays and idle cores. Times are in seconds."""
+    """Chooses ``n`` threads, at most ``n_max`` and ``limit``, from run delays and idle cores. Times are in seconds."""
 
     def __init__(self, n_max: int) -> None:
         self.n_max = self.limit = self.n = n_max
-        self._excess_s = 0.0  # run delay above the tolerated one, and the time since it was last zero
-        self._delay_s = self._watched_s = 0.0
+        self._excess_s = 0.0  # run delay above the tolerated one
+        self._delay_s = self._watched_s = 0.0  # since the excess was last zero: run delay, and time
         self._increased_s = -math.inf
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until_s = -math.inf
@@ -83,7 +83,7 @@ class RunDelayPolicy:
         self._use(self.n - max(n_missing, 1))
 
     def free(self, now_s: float, n_cores: float, was_idle: bool = False) -> None:
-        """Learn that ``n_cores`` were idle or ran these threads since the last change.
+        """Learn how many cores, on average, were idle or ran these threads since the last measurement.
 
         ``was_idle``: the threads mostly slept.
         """
@@ -91,11 +91,11 @@ class RunDelayPolicy:
         if more > self.n:
             if now_s >= self._paused_until_s and self._use(min(more, self.limit)):
                 self._increased_s = now_s
-        elif was_idle and fewer < self.n:  # while they compute, the run delay knows better
+        elif was_idle and fewer < self.n:  # while they compute, the run delay is more precise
             self._use(fewer)
 
     def _use(self, n: int) -> bool:
-        """Change ``self.n`` to the largest number in use that is not above ``n``. Return whether it changed."""
+        """Set ``self.n`` to the largest usable number of threads that is at most ``n``. Return whether it changed."""
         before, n = self.n, max(n, 1)
         if 1 < n < self.n_max:
             step = -(-self.n_max // _N_STEPS)
@@ -106,22 +106,22 @@ class RunDelayPolicy:
         return n != before
 
 
-_N_LIKE = 8  # steps of one number of tokens to judge by
-_N_TRIED = 64  # steps of any kind after which a try is given up
-_SLOW = 1.8  # times the usual step time: fewer threads are tried
-_FASTER = 0.97  # of the step time before: a try is kept
-_FORGET = 1.002  # the usual time of a step rises by this with every one, so that a longer context does not look slow
-_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # between tries
+_N_LIKE = 8  # steps with one number of tokens to judge by
+_N_TRIED = 64  # steps with any numbers of tokens after which a try is given up
+_SLOW = 1.8  # a step time above this multiple of the usual one makes the policy try fewer threads
+_FASTER = 0.97  # a try is kept if the step time is below this fraction of the earlier one
+_FORGET = 1.002  # factor by which the usual time rises with each step, as contexts become longer
+_FIRST_TRY_PAUSE_S, _LONGEST_TRY_PAUSE_S = 0.5, 8.0  # seconds between tries
 
 
 class StepTimePolicy:
     """Decides from step times alone, for systems that do not report core usage.
 
-    A step is compared with earlier steps of the same number of tokens. When steps take far longer than before, one
-    thread fewer is tried immediately; from time to time, one fewer or one more is tried in any case. A try lasts for a
-    few similar steps and is undone unless they were faster.
+    A step is compared with earlier steps of the same number of tokens. When steps take far longer than before, the
+    policy immediately tries one thread fewer. From time to time, it tries one fewer or one more in any case. A try
+    lasts for a few similar steps and is undone unless they were faster.
 
-    It chooses ``n``, at most ``n_max`` and ``limit``. Times are seconds of any clock.
+    The policy chooses ``n``, at most ``n_max`` and ``limit``. Times are seconds of any clock.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -131,8 +131,8 @@ class StepTimePolicy:
         self._tried_from: int | None = None  # the number of threads before the try
         self._before_s: dict[int, float] = {}  # by number of tokens, before the try
         self._n_tried = 0
-        self._tries_more = True  # what was tried last
-        self._was_slow = False  # whether slow steps were the reason
+        self._tries_more = True  # whether the last try was one thread more
+        self._was_slow = False  # whether slow steps caused the last try
         self._pause_s = _FIRST_TRY_PAUSE_S
         self._paused_until_s = -math.inf
 
@@ -197,7 +197,7 @@ class StepTimePolicy:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the median. Importing ``statistics`` for this would take some milliseconds."""
+    """Return the median. Importing ``statistics`` for it would take some milliseconds."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
@@ -210,9 +210,9 @@ _CORES_EVERY_S = 0.15  # the kernel counts idle time in steps of 10 ms
 class ThreadTuner:
     """Adjusts the number of a context's threads as the load of the machine changes.
 
-    ``member``: its share of the process's threads; if it is not computing, call ``begin`` before a launch. ``load``:
-    the system's load counters; without them step times are compared. ``is_fixed``: the number never changes, but counts
-    for the other engines of the process like any other.
+    ``member``: the context's share of the process's threads; if it is not computing, call ``begin`` before a launch.
+    ``load``: the system's load counters; None: step times are compared. ``is_fixed``: the number never changes, but
+    counts in the shares of the process's other engines.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class ThreadTuner:
             self._by_time = StepTimePolicy(threads.n_threads)
         self._is_watching = False
         self._next_s = 0.0  # when the run delay is read again
-        self._launched_s = 0.0  # the last step, or the beginning
-        self._n_allowed = member.n_allowed  # when it was last looked at
-        self._computing_s = 0.0  # since when this number of threads has been computing
+        self._launched_s = 0.0  # when the last step was launched, or work began
+        self._n_allowed = member.n_allowed  # the value at the last check
+        self._computing_s = 0.0  # when this number of threads began to compute
         self._delay_began_s = self._delay_s = 0.0
         self._n_throttled = 0
         self._cores_began_s = self._idle_began_s = perf_counter()
@@ -259,7 +259,7 @@ class ThreadTuner:
         if self._by_delay is not None and self._load is not None:
             earlier, self._earlier = self._earlier, None
             if earlier is not None and now_s - self._cores_began_s < _CORES_EVERY_S:
-                # Before the first step, use earlier times of the cores: this engine is too new to have its own.
+                # Before the first step, use earlier core times: this engine is too new to have measured its own.
                 self._cores_began_s, self._idle_s, self._process_s = earlier
                 self._idle_began_s = self._cores_began_s
             seconds = now_s - self._cores_began_s
@@ -273,7 +273,7 @@ class ThreadTuner:
         self._follow(now_s)
 
     def yield_cores(self) -> None:
-        """Leave the cores to the other engines of the process, as no work is left."""
+        """Leave the cores to the process's other engines, because no work is left."""
         if not self.member.is_computing:
             return
         self.member.leave()
@@ -284,7 +284,7 @@ class ThreadTuner:
             self._restart_cores(self._load, now_s)
 
     def launched(self, n_tokens: int) -> None:
-        """Record that a step of ``n_tokens`` was launched. If launches compute, it is already computed."""
+        """Record that a step of ``n_tokens`` was launched. If launches compute, the step is already computed."""
         now_s = perf_counter()
         if self._by_time is not None:
             self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
@@ -296,7 +296,7 @@ class ThreadTuner:
         self._follow(now_s)
 
     def close(self) -> None:
-        """Give the share back and close the files that it reads."""
+        """Give the share back and close the files of the load counters."""
         self.member.leave()
         mark_cores()
         if self._load is not None:
@@ -308,7 +308,7 @@ class ThreadTuner:
             return
         if policy.n > 1:
             n_throttled, (_, delay_s) = load.n_throttled(), load.run_and_delay_s()
-            if n_throttled == self._n_throttled:  # else they waited for their group's next period
+            if n_throttled == self._n_throttled:  # else they waited for their control group's next period
                 policy.computed(now_s, now_s - self._delay_began_s, delay_s - self._delay_s)
             self._delay_began_s, self._delay_s, self._n_throttled = now_s, delay_s, n_throttled
         self._next_s = now_s + _DELAY_EVERY_S
@@ -363,7 +363,7 @@ class ThreadTuner:
         self._cores_began_s = now_s
 
     def _record(self, now_s: float) -> None:
-        """Record a period with the same number of threads."""
+        """Record in the trace a period with the same number of threads."""
         if self._trace is not None and self._trace.on:
             n = self._threads.n_threads
             self._trace.add(f"{n} threads" if n > 1 else "1 thread", -1, self._computing_s, now_s)
@@ -373,7 +373,7 @@ class ThreadTuner:
 def make_tuner(
     context: Context | EmbeddingContext, is_threaded: bool, is_fixed: bool, trace: Trace | None = None
 ) -> ThreadTuner | None:
-    """Build the thread tuner for a context; None if a GPU computes, whose steps need few threads.
+    """Return a thread tuner for a context; None if a GPU computes, because its steps need few threads.
 
     ``is_threaded``: launches return before their step is computed. ``is_fixed``: the caller chose the number of
     threads.

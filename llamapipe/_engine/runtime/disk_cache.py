@@ -1,17 +1,17 @@
-"""Cached sequences on disk, which survive a restart and hold what does not fit in host memory.
+"""Cached sequences on disk, which survive a restart and include sequences that do not fit in host memory.
 
 Open this file to change which files are written, read or deleted, or when; ``llamapipe.cache_file`` has their format.
 
 The principle: a file holds one sequence and never changes. It is written under another name and renamed when it is
-complete, so a killed process leaves nothing that others could read. Its name is a digest of its tokens and their key;
-its head has the key and a hash of each block of tokens, and the heads of all files are in a prefix tree. So the time of
-a lookup depends on the length of the prompt, and a hash collision costs only a read: a sequence enters the prefix cache
-with its own tokens, and that cache decides what a request may use.
+complete, so a killed process leaves no incomplete file that others could read. The name is a digest of the tokens and
+their key. The head has the key and a hash of each block of tokens, and the heads of all files are in a prefix tree. So
+the time of a lookup depends on the length of the prompt, and a hash collision costs only a read: a sequence enters the
+prefix cache with its own tokens, and that cache decides which cells a request may use.
 
 Engines that compute the same cells (model, its adapters, types, kernels) share a folder. Other processes may use it at
 the same time. They never change a file, so they need no locks: a missing file was deleted by another process. The least
-recently used file is deleted first, whichever folder of the cache it is in. A nearly full disk counts as a reached
-limit: the cache gives way to files that cannot be computed again.
+recently used file is deleted first, whichever subfolder it is in. A nearly full disk counts as a reached limit: the
+cache makes room for files that cannot be computed again.
 
 Files are read and written by one thread, so a slow disk delays only a request that waits for a file, for ``PATIENCE_S``
 at most. Reads come first.
@@ -57,18 +57,18 @@ from llamapipe.llama.native_pipeline import SavedCells
 from llamapipe.locks import Lock
 
 DISK_THREAD_NAME = "llamapipe-disk-cache"
-PATIENCE_S = 20.0  # how long a request waits for a file; then its tokens are computed
+PATIENCE_S = 20.0  # how long a request waits for a file before its tokens are computed
 MIN_GAIN = 64  # tokens that a request must gain to wait for a file, and a sequence to be written
-REST_S = 0.5  # of an engine without work, before each sequence that is copied to be written
-GROWTH = 16  # a sequence that has grown by less than this part of it is not written again before the end
-CLOSE_S = 10.0  # for what is written when an engine is closed
-_MOST_WAITING = 2  # sequences to be written; each takes host memory until then
+REST_S = 0.5  # an engine must be idle for so many seconds before each sequence that is copied to be written
+GROWTH = 16  # until the end, a sequence is written again only when it has grown by one part in this many
+CLOSE_S = 10.0  # maximum seconds of writing when an engine is closed
+_MOST_WAITING = 2  # sequences that wait to be written; each takes host memory
 _MOST_OFFERED = 2**16
-_FREE_SHARE, _FREE_BYTES = 64, 2**28  # of the disk that stay free: this part of it, at most so much
-_RETRY_S = 60.0  # without writes after one that failed
-# Problems of the disk that may pass, so a service starts nevertheless.
+_FREE_SHARE, _FREE_BYTES = 64, 2**28  # 1/64 of the disk stays free, but at most 256 MiB
+_RETRY_S = 60.0  # seconds without writes after a write that failed
+# Disk problems that may pass, so a service starts nevertheless.
 _OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_RESCAN_S = 1.0  # between two looks at what other processes have written
+_RESCAN_S = 1.0  # minimum seconds between two scans for files of other processes
 Writes = Literal["always", "at_close", "never"]
 _log = logging.getLogger("llamapipe")
 
@@ -76,7 +76,8 @@ _log = logging.getLogger("llamapipe")
 class CachedSequence(NamedTuple):
     """A sequence to write, or one that was read. ``cells``: the cells of all ``tokens``; None if there are only states.
 
-    ``states``: saved states of its prefixes, by number of tokens. ``is_stale``: see Snapshot. Its holder closes it.
+    ``states``: pairs of a number of tokens and the saved state after them. ``is_stale``: see Snapshot. The owner closes
+    the sequence.
     """
 
     tokens: list[int]
@@ -113,10 +114,10 @@ class Entry:
 class DiskCache:
     """The files of one engine's cells. ``folder``: the folder of the cache; this engine's files are in a subfolder.
 
-    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: what the cells depend on. ``form``: a text
-    that names everything else they depend on. ``n_ctx``: longer sequences do not fit. ``can_cut``: a sequence can be
-    used up to any of its tokens, not only up to its end and the places of its states. Raises ValueError for a folder
-    that cannot be used, or that others could write to.
+    ``max_bytes``: the maximum bytes of all files in the cache. ``layout``: the properties that cells depend on.
+    ``form``: a text that names all other properties that cells depend on. ``n_ctx``: longer sequences do not fit.
+    ``can_cut``: a sequence can be used up to any of its tokens, not only up to its end and the places of its states.
+    Raises ValueError for a folder that cannot be used, or that others could write to.
 
     ``writes``: when sequences are written; only the engine thread changes it. ``"at_close"``: only when the engine
     ends.
@@ -150,11 +151,11 @@ class DiskCache:
         self._entries: dict[str, Entry] = {}
         self._reads: deque[tuple[Entry, Callable[[CachedSequence | None], object]]] = deque()
         self._writes: deque[CachedSequence] = deque()
-        self._written: CachedSequence | None = None  # the one that is written now
+        self._written: CachedSequence | None = None  # the sequence that is being written
         self._rest: set[str] | None = None  # files that were written since ``begin_rest``
         self._offered: set[str] = set()  # files that were or will be written, or are too large
         self._n_forgotten = 0  # calls of ``forget``: a write that began before one of them is not kept
-        self._queues = Lock()  # of the two, and of what they say of themselves
+        self._queues = Lock()  # for the queues and the attributes that describe their progress
         self._changed = threading.Condition(self._queues)
         self._is_closed = False
         self._retry_at = self._rescan_at = 0.0
@@ -174,7 +175,7 @@ class DiskCache:
 
     # ---- lookups: the engine thread
     def find(self, keys: Sequence[int], cache_key: Hashable, limit: int) -> tuple[int, Entry] | None:
-        """Return how many of the first ``limit`` cells of these keys a file has, and the file; None if too few."""
+        """Return how many of the first ``limit`` cells the best file has, and the file; None if it has too few."""
         if limit < MIN_GAIN:
             return None
         hashes = hashes_of(keys, limit - limit % BLOCK)
@@ -218,7 +219,7 @@ class DiskCache:
     def wants(self, keys: Sequence[int], cache_key: Hashable, at_end: bool = False) -> bool:
         """Return whether a sequence is worth writing: it has enough tokens that no file has.
 
-        ``at_end``: it will not grow any more.
+        ``at_end``: the sequence will not grow any more.
         """
         n = len(keys)
         if not is_writable(cache_key):
@@ -236,13 +237,13 @@ class DiskCache:
         self._put(self._writes, sequence)
 
     def begin_rest(self) -> None:
-        """From now on, let no written file displace another: each was used less recently than the one before."""
+        """Keep all files written from now on: each was used less recently than the file written before it."""
         self._rest = set()
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Wait until everything is written, at most until a time of ``monotonic``. Return whether more may be written.
+        """Wait until all sequences are written, or until a time of ``monotonic``. Return whether to write more.
 
-        Then ``wants`` knows all files, and the choice of sequences does not depend on the speed of the disk.
+        After the wait, ``wants`` knows all files, so the choice of sequences does not depend on the disk's speed.
         """
         with self._changed:
             return self._await_writes(deadline) and monotonic() >= self._retry_at
@@ -255,7 +256,7 @@ class DiskCache:
     # ---- any thread
     def forget(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Delete the files of the selected keys, and drop sequences that wait to be written. Raises OSError."""
-        with self._queues:  # not by the condition, which Ctrl-C could leave locked
+        with self._queues:  # not ``_changed``, which Ctrl-C could leave locked
             self._n_forgotten += 1
             self._offered.clear()
             dropped = [sequence for sequence in self._writes if is_wanted(sequence.cache_key)]
@@ -327,7 +328,7 @@ class DiskCache:
                     self._scan()
 
     def _look_again(self) -> None:
-        """Let the thread look for files that other processes have written, unless it has just done so."""
+        """Make the thread look for files that other processes have written, unless it has just done so."""
         if 0 <= self._rescan_at <= monotonic():
             with self._changed:
                 self._rescan_at = -1.0
@@ -345,7 +346,7 @@ class DiskCache:
                 path.unlink()
         except MemoryError:
             return None
-        except Exception as error:  # without this thread, all requests would wait in vain
+        except Exception as error:  # the thread must not end: all requests would wait in vain
             _log.warning("%s could not be read: %r", path, error)
         else:
             self.n_read += 1
@@ -358,12 +359,12 @@ class DiskCache:
         try:
             head = _head_of(sequence)
             entry = self._write_file(sequence, head, n_forgotten)
-        except Exception as error:  # also too little memory: without this thread, reads would wait in vain
+        except Exception as error:  # also MemoryError: if the thread ended, reads would wait in vain
             self._retry_at = monotonic() + _RETRY_S
             self._offered.clear()
             self._warn(error)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                with suppress(OSError):  # others have filled the disk meanwhile
+                with suppress(OSError):  # other programs have filled the disk meanwhile
                     self._make_room(0)
             return
         if entry is None:
@@ -403,7 +404,7 @@ class DiskCache:
                 partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        if n_forgotten != self._n_forgotten:  # perhaps these tokens; the caller of ``forget`` saw no file
+        if n_forgotten != self._n_forgotten:  # ``forget`` may have meant this sequence, but saw no file yet
             path.unlink(missing_ok=True)
             return None
         if self._rest is not None:
@@ -421,7 +422,7 @@ class DiskCache:
         ]
 
     def _make_folders(self) -> None:
-        """Make the folders, if they are missing. Raises OSError; ValueError if others could write to them."""
+        """Create missing folders. Raises OSError; ValueError if others could write to a folder."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.root, self.folder):
             with suppress(FileExistsError):
@@ -440,7 +441,7 @@ class DiskCache:
     def _make_room(self, n_bytes: int) -> bool:
         """Delete the least recently used files of all folders so that ``n_bytes`` more fit.
 
-        Returns False if files that were written at the end would have to be deleted. Raises OSError if the disk has no
+        Returns False if files written since ``begin_rest`` would have to be deleted. Raises OSError if the disk has no
         room.
         """
         deletable, n_kept, now = [], 0, time_ns()
@@ -450,7 +451,7 @@ class DiskCache:
                     if file.name.endswith(SUFFIX) and file.is_file(follow_symlinks=False):
                         with suppress(OSError):
                             status = file.stat(follow_symlinks=False)
-                            # The clock was set back: the file would never be the oldest.
+                            # The clock was set back. With its time, the file would never be the oldest.
                             if status.st_mtime_ns > now:
                                 os.utime(file.path, ns=(now, now))
                             if self._rest is not None and file.name in self._rest:
@@ -481,7 +482,7 @@ class DiskCache:
 
     # ---- the index
     def _scan(self) -> None:
-        """Learn what the folder has: new files of other processes, and deletions."""
+        """Update the index: add new files of other processes, and drop deleted ones. Raises OSError."""
         names = set()
         with os.scandir(self.folder) as listing:
             for dir_entry in listing:
@@ -514,7 +515,7 @@ class DiskCache:
 
 
 def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat) -> int:
-    """Write a file that appears only when it is complete, and that only this user may read. Return its size in bytes.
+    """Write a file that appears only when complete and that only this user may read. Return its size in bytes.
 
     Raises OSError; ValueError if the form of the cells cannot be stored.
     """
@@ -535,7 +536,7 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 
 
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
-    """Read the sequence in a file. Raises OSError, MemoryError; ValueError if it is damaged or does not fit."""
+    """Return the sequence in a file. Raises OSError, MemoryError; ValueError if the file is damaged or does not fit."""
     with opened(path) as file:
         sequence = _read(file, layout, n_vocab)
         with suppress(OSError):  # the disk is read-only, and deletes nothing
@@ -563,7 +564,7 @@ def _read(file: FileIO | BytesIO, layout: SnapshotFormat, n_vocab: int) -> Cache
 def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> list[Bytes]:
     """Return the parts of a file.
 
-    Returns no parts if the cells have another form than in an empty context: then only tokens are left.
+    Returns no parts if the cells have another form than in an empty context, because only tokens would be stored.
     """
     cells = sequence.cells
     snapshot = Snapshot(

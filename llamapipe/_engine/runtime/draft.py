@@ -2,18 +2,18 @@
 
 Open this file to change how the draft model follows these requests.
 
-The principle: the draft model's cells are a cache by tokens, independent of what happens to a request. Each slot of the
+The principle: the draft model's cells are a cache by tokens, independent of the history of requests. Each slot of the
 engine has a sequence here, with the list of the tokens that its cells hold. Before drafting, cells that differ from the
 request's tokens are removed, and missing cells are computed. So forks, snapshots, preemption, dropped tokens and wrong
 guesses need no notification. If requests may share cells, a request that is new in a slot begins with the longest
-prefix that another sequence holds. A recurrent state cannot go back, so it is copied before drafted tokens.
+prefix that another sequence holds. A recurrent state cannot go back, so it is copied before tokens are drafted.
 
 Drafts are always greedy. The request's sampler still draws from the target model's logits, and the most probable token
-is the best guess for that draw. A draft ends where a token's chance is not worth its row or the next draft step
-(``Worth``), and where a constraint is known to forbid a token. The constraint is asked about each token while the next
-one is drafted. A token's chance is how often tokens of its probability were right.
+is the best guess for that draw. A draft ends where a token's chance to be right is not worth its row or the next draft
+step (``Worth``), and where a constraint is known to forbid a token. The constraint checks each token while the next
+token is drafted. A token's chance is how often tokens of its probability were right.
 
-An error of the draft model, such as missing memory, ends no request: nothing is drafted then.
+An error of the draft model, such as missing memory, ends no request: nothing is drafted from then on.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from llamapipe.native.load import native
 
 # The assumed share of drafted tokens that are sure enough, and of right tokens among these.
 _USUAL_SHARE = 0.8
-# The weight of that assumption, in tokens: a bad draft is given up after as many tokens, or twice as many.
+# The weight of that assumption, in tokens: a bad draft model is given up after 8 to 16 tokens.
 _N_USUAL = 8
-_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that a mean remembers: of one request, of all requests
+_MOST_SEEN, _MOST_OF_ALL = 60, 400  # tokens that the means of one request, and of all requests, remember
 _N_BEFORE = 30  # the weight of the mean of all requests for a new request, in tokens
 _FORGOTTEN = 0.05  # the share of the mean of all requests that each new request forgets
 # Right tokens are counted by bins of probability. Each bin's mean starts at its middle, with a weight in tokens.
 _N_BINS, _N_OF_BIN = 8, 2
-_LEAST_COPY = 16  # the minimum tokens of a prefix that is worth a copy
+_LEAST_COPY = 16  # the minimum tokens that a copied prefix must gain
 _LONGEST = 256  # the maximum tokens that a request is expected to generate
-_ROUNDED = 16  # times of decodes with more tokens are kept for multiples of this
+_ROUNDED = 16  # numbers of tokens above this are rounded up to a multiple of it for ``StepTimes``
 _EAGLE3_ROWS = 32  # entries of a decode that may be outputs, besides one for each sequence
-# Entries of a decode of blocks, if no block has more; each has a row of the whole vocabulary.
+# Entries of a decode of blocks, unless a block has more; each entry has a row of the whole vocabulary.
 _BLOCK_ROWS = 64
 # A decode of blocks takes at least this share of the time of the smallest known one.
 _SMALL_BLOCK = 0.5
@@ -59,11 +59,11 @@ _Drafting = TypeVar("_Drafting", bound="DraftModel")
 class _Held:
     """The sequence of a slot.
 
-    ``tokens``: the tokens in its cells. ``arrival``: identifies the request, of which ``n_missing`` tokens are not in
-    the cells. The first ``n_equal`` tokens are the request's, unless it has dropped more than ``n_dropped``.
-    ``drafted``: the draft after ``n`` tokens, with the bins of its probabilities; the first ``n_sure`` tokens were sure
-    enough, and at most one was not. ``sure``: the share of drafted tokens that are sure enough. ``right``: the share of
-    these that are right.
+    ``tokens``: the tokens in its cells. ``arrival``: identifies the request. ``n_missing``: how many of the request's
+    tokens are not in the cells. ``n_equal``: how many of the first ``tokens`` are the request's, unless it has dropped
+    more than ``n_dropped``. ``drafted``: the draft after ``n`` tokens, with the bins of its probabilities; the first
+    ``n_sure`` tokens were sure enough, and at most one was not. ``sure``: the share of drafted tokens that are sure
+    enough. ``right``: the share of the sure tokens that are right.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class _Held:
 
     def __init__(self) -> None:
         self.arrival = -1
-        self.key: Hashable = None  # requests of the same one may share cells; None: nobody
+        self.key: Hashable = None  # requests with equal keys may share cells; None: no sharing
         self.tokens: list[int] = []
         self.drafted: list[tuple[int, int]] = []
         self.n = self.n_dropped = self.n_equal = self.n_missing = self.n_sure = 0
@@ -91,13 +91,13 @@ class _Batch(NamedTuple):
     before: list[int]
 
 
-_Entries = list[tuple[Request, Sequence[int]]]  # tokens to compute after those that a sequence holds
+_Entries = list[tuple[Request, Sequence[int]]]  # tokens to compute after the tokens that a sequence holds
 
 
 class _Drafts:
     """The drafts of one call.
 
-    ``chosen``: the most tokens to draft; ``chances``: the chance that all of them are right.
+    By request: ``chosen``: maximum tokens to draft. ``chances``: the probability that all drafted tokens are right.
     """
 
     __slots__ = ("chances", "chosen", "tokens", "worth")
@@ -115,39 +115,39 @@ class _Drafts:
 class DraftModel:
     """Drafts tokens for the requests of one engine, in a context of a smaller model. Implements ``Drafter``.
 
-    ``context``: has unified cells and a sequence for each slot. ``target``: the engine's own context, which gives the
-    number of threads. ``n_room``: the maximum number of tokens computed at a time, so that prompts do not hold up
-    streams. The engine thread owns and closes the draft model.
+    ``context``: has unified cells and a sequence for each slot. ``target``: the engine's own context; drafts use its
+    number of threads. ``n_room``: the maximum number of tokens of a prompt computed in one draft, so that prompts do
+    not hold up streams. The engine thread owns and closes the draft model.
     """
 
     def __init__(self, context: Context, target: Context, n_room: int) -> None:
-        self.times = StepTimes(least_part=0.0)  # a prompt says little about a token: another draft tells
+        self.times = StepTimes(least_part=0.0)  # the time of a prompt says little about that of a token
         self._context = context
         self._target = target
         self._n_room = min(n_room, context.n_batch)
         self._held = [_Held() for _ in range(context.n_seq_max)]
-        # Of all requests so far.
+        # The means of all requests so far.
         self._sure, self._right = (Mean(_USUAL_SHARE, _N_USUAL, _MOST_OF_ALL) for _ in range(2))
         self._chances = [Mean((i + 0.5) / _N_BINS, _N_OF_BIN, _MOST_OF_ALL) for i in range(_N_BINS)]
         self._failed = False
-        self._ends: dict[Request, int] = {}  # the entries of the last decode whose rows were wanted
+        self._ends: dict[Request, int] = {}  # by request: the entry of the last decode whose row was wanted
         self.took_s = 0.0
-        self._began_s = 0.0  # the decision
-        self._since_s = 0.0  # the end of the last decode of a draft, or the beginning of its decision
-        self._rest = StepTimes()  # of what comes after the last decode
+        self._began_s = 0.0  # when the decision on the next step began
+        self._since_s = 0.0  # when the last decode of a draft ended, or the decision began
+        self._rest = StepTimes()  # the time after the last decode of a draft
         self._computes_here = not (on_gpu(context.model) and on_gpu(target.model))
 
     def __repr__(self) -> str:
         shares = f"sure={self._sure.mean:.2f} right={self._right.mean:.2f}"
         return f"<DraftModel {self._context.model.path.name!r} {shares} {self.times!r}>"
 
-    # ---- what a draft would bring and cost
+    # ---- the gain and cost of a draft
     def begin(self) -> None:
-        """Record that the next step is being decided on."""
+        """Record that the decision on the next step begins."""
         self._began_s = perf_counter()
 
     def guess(self, request: Request, n: int) -> Guess | None:
-        """Return a guess whose tokens are still to be drafted; None if there can be none."""
+        """Return a guess whose tokens are not drafted yet; None if none can be drafted."""
         held = self._held[request.slot]
         if held.arrival != request.arrival:
             self._begin(held, request)
@@ -166,7 +166,7 @@ class DraftModel:
         first = held.n_equal if n_dropped == held.n_dropped else 0
         held.n_equal = first + n_common(held.tokens[first:], request.tokens[first:])
         held.n_dropped = n_dropped
-        # The last one always is computed: its row is wanted.
+        # The last token is always computed, because its row is wanted.
         n_kept = self._reachable(request.slot, min(held.n_equal, len(request.tokens) - 1))
         held.n_missing = len(request.tokens) - n_kept
 
@@ -235,11 +235,11 @@ class DraftModel:
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
-        """Return the drafted tokens, at most the chosen number; none for a request whose prompt is not computed yet."""
+        """Return the drafted tokens, at most the chosen number, by request; none until its prompt is computed here."""
         if not chosen:
             return {}
         context, target = self._context, self._target
-        # The decision is part of what a draft costs.
+        # The time of the decision is part of the cost of a draft.
         self._since_s = self._began_s = self._began_s or perf_counter()
         if self._computes_here:
             target.park_threads()
@@ -275,7 +275,7 @@ class DraftModel:
         return drafts.ready()
 
     def _missing(self, chosen: Mapping[Request, int]) -> _Entries:
-        """Remove cells of tokens that are not the requests' own. Return the tokens that are not in cells."""
+        """Remove cells whose tokens differ from the requests'. Return the tokens without cells, at most ``n_room``."""
         entries: _Entries = []
         n_room = self._n_room
         for request in chosen:
@@ -293,7 +293,7 @@ class DraftModel:
     def _take(self, drafts: _Drafts, request: Request, best: int, probability: float) -> bool:
         """Add the most probable next token to a request's draft if it is sure enough.
 
-        Return whether another one may follow.
+        Return whether another token may follow.
         """
         held, draft, worth = self._held[request.slot], drafts.tokens.setdefault(request, []), drafts.worth
         if not draft:
@@ -311,7 +311,7 @@ class DraftModel:
         draft.append(best)
         held.n_sure += 1
         if request.sampler is not None and request.sampler.expect(draft) < len(draft):
-            return False  # the rest would follow a token that cannot be right
+            return False  # later tokens would follow a token that cannot be right
         return len(draft) < drafts.chosen[request] and len(held.tokens) < self._context.n_ctx
 
     def _is_worth_more(self, drafts: _Drafts, request: Request, draft_s: float) -> bool:
@@ -322,7 +322,7 @@ class DraftModel:
         return expected >= worth.rate * (sure * worth.row_s + draft_s)
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
-        """Compute tokens after the held ones.
+        """Compute tokens after the tokens that the sequences hold.
 
         Returns the most probable next token and its probability for each request that then has no missing cells.
         """
@@ -345,7 +345,7 @@ class DraftModel:
         return rows
 
     def _rows(self, batch: _Batch, ends: Sequence[tuple[Request, int]]) -> list[tuple[Request, int, float]]:
-        """Compute a batch. Return the most probable token after each of ``ends``, and its probability."""
+        """Compute a batch. Return each request of ``ends`` with its most probable next token and the probability."""
         self._compute(batch)
         self._ends = dict(ends)
         rows = [(request, *self._context.best(i)) for request, i in ends]
@@ -358,7 +358,7 @@ class DraftModel:
         self._context.decode(DecodeBatch(batch.tokens, batch.positions, batch.seq_ids, batch.outputs))
 
     def _reachable(self, slot: int, n: int) -> int:
-        """Return how many tokens a sequence has after it goes back to at most ``n``."""
+        """Return how many tokens a sequence keeps if it goes back to at most ``n`` tokens."""
         return n
 
     def _before_drafted(self, slot: int) -> None:
@@ -376,7 +376,7 @@ class DraftModel:
         del self._held[slot].tokens[n:]
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
-        """Remove the sequences for which nothing is drafted. Return False if there are none."""
+        """Remove the sequences of all other requests. Return False if there are none."""
         kept = {request.slot for request in chosen}
         idle = [i for i, held in enumerate(self._held) if held.tokens and i not in kept]
         for slot in idle:
@@ -391,19 +391,19 @@ class DraftModel:
 class RecurrentDraft(DraftModel):
     """Drafts with a recurrent or hybrid model, which has a state.
 
-    The state after a request's own tokens is copied before the second token of a draft is computed from the first, so
+    The state after a request's own tokens is copied before the second token of a draft is computed from the first. So
     drafts of one token cost no copy. After a wrong token the sequence returns to the copy, and computes the right
-    tokens again together with the drawn one. Requests share no prefixes: a state belongs to one place.
+    tokens and the drawn token again. Requests share no prefixes, because a state belongs to one place.
     """
 
     def __init__(self, context: Context, target: Context, n_room: int) -> None:
         super().__init__(context, target, n_room)
-        self._copies: dict[int, tuple[int, SavedCells]] = {}  # with their places, by slot
-        self._copy_s = 0.0  # to make one
+        self._copies: dict[int, tuple[int, SavedCells]] = {}  # by slot: the place of a copy, and the copy
+        self._copy_s = 0.0  # smoothed seconds to make a copy
 
     def seconds(self, chosen: Mapping[Request, int], whole: bool = False) -> float:
         n_copied = sum(n > 1 for n in chosen.values())
-        return super().seconds(chosen, whole) + n_copied * 2 * self._copy_s  # it is made, and loaded
+        return super().seconds(chosen, whole) + n_copied * 2 * self._copy_s  # each copy is made and loaded
 
     def _reachable(self, slot: int, n: int) -> int:
         place, n_held = self._copies[slot][0] if slot in self._copies else 0, len(self._held[slot].tokens)
@@ -426,7 +426,7 @@ class RecurrentDraft(DraftModel):
             return
         super()._go_back(slot, 0)
         if copy is not None:
-            self._copies[slot] = 0, copy  # of other tokens than those that follow
+            self._copies[slot] = 0, copy  # the copy belongs to other tokens; only its memory is reused
 
     def _share_cells(self, source: int, slot: int, n: int) -> None:
         pass
@@ -441,17 +441,17 @@ class RecurrentDraft(DraftModel):
 class MtpLayer(DraftModel):
     """Drafts with the layer of the model itself that predicts the token after the next (MTP).
 
-    It predicts a token from the hidden state that the model had before that token. The engine's context keeps the
+    The layer reads a token, and the hidden state that the model had before that token. The engine's context keeps the
     states of the last tokens of each sequence, so a prompt costs this layer nothing until a draft is chosen. A sequence
-    whose states are not all kept, such as one that continues a cached prefix, begins at the first kept state: the layer
+    without some of its states, such as one that continues a cached prefix, begins at the first kept state. The layer
     then attends to fewer tokens, which only makes its drafts less accurate.
 
-    The cells of drafted tokens come from states that were drafted as well. They are removed; where the tokens were
-    right, they are computed again from the model's states.
+    The cells of drafted tokens are computed from drafted states, so they are removed. If the tokens were right, their
+    cells are computed again from the model's states.
     """
 
-    _skips_first = False  # the first token of all, which has no state before it, is not computed
-    _most_missing = 32  # tokens that are computed before a draft; it begins with the last of more
+    _skips_first = False  # whether a sequence's first token, which has no state before it, is not computed
+    _most_missing = 32  # maximum missing tokens to compute before a draft; earlier ones are skipped
 
     def guess(self, request: Request, n: int) -> Guess | None:
         guess = super().guess(request, n)
@@ -484,15 +484,15 @@ class MtpLayer(DraftModel):
 class Eagle3Draft(MtpLayer):
     """Drafts with an EAGLE-3 file: one layer that reads a token and earlier inputs of three of the model's layers.
 
-    These inputs become a state only when a draft is chosen, so a step costs no more than their copies. The first token
-    of a request is not computed, because nothing comes before it.
+    The inputs become a state only when a draft is chosen, so a step only has to copy them. The first token of a request
+    is not computed, because no inputs precede it.
     """
 
     _skips_first = True
 
     def _decode(self, entries: Sequence[tuple[Request, Sequence[int]]]) -> list[tuple[Request, int, float]]:
         if sum(len(new) for _, new in entries) > self._context.n_outputs_max:
-            # All entries of a decode are outputs, or none.
+            # In a decode, either all entries are outputs or none is.
             super()._decode([(request, new[:-1]) for request, new in entries if len(new) > 1])
             entries = [(request, new[-1:]) for request, new in entries]
         return super()._decode(entries)
@@ -502,12 +502,12 @@ class Eagle3Draft(MtpLayer):
 
 
 class AssistantDraft(DraftModel):
-    """Drafts with a Gemma 4 assistant, whose layers have no cells: they read those of the engine's context.
+    """Drafts with a Gemma 4 assistant, whose layers have no cells: they read the cells of the engine's context.
 
     So a draft has no missing tokens to compute. It begins with the request's last token, and the state that the model
-    had before it. All tokens of a draft have that token's position, as in training: they attend to the cells of the
-    tokens before it, and see one another only through the state. llama.cpp must find a free cell for each entry, though
-    nothing is written to it: without one, nothing is drafted until there is.
+    had before it. All tokens of a draft have the position of that last token, as in training: they attend to the cells
+    of the tokens before it, and depend on one another only through the state. llama.cpp must find a free cell for each
+    entry, although nothing is written to it. Without free cells, nothing is drafted.
     """
 
     def guess(self, request: Request, n: int) -> Guess | None:
@@ -515,7 +515,7 @@ class AssistantDraft(DraftModel):
         if guess is None:
             return None
         begin, end = self._target.kept_states(request.slot)
-        return guess if begin < len(request.tokens) - 1 == end else None  # else cells are still to be changed
+        return guess if begin < len(request.tokens) - 1 == end else None  # else the cells are about to change
 
     def _find_missing(self, held: _Held, request: Request) -> None:
         held.n_missing = 1
@@ -543,26 +543,26 @@ class AssistantDraft(DraftModel):
         self._context.draft(*batch)
 
     def _make_room(self, chosen: Mapping[Request, int]) -> bool:
-        return True  # the cells are the engine's
+        return True  # the cells belong to the engine, so a later draft may succeed
 
 
 class DFlashDraft(MtpLayer):
     """Drafts with a DFlash or DSpark file: a few layers that compute all tokens of a draft in one decode.
 
-    Its cells are not those of tokens: they are computed from earlier inputs of some of the model's layers
-    (``Context.inject``). A draft is a block: the request's last token, whose inputs are not known yet, and a mask token
-    for each drafted one. Each token of a block attends to all the others, so a decode consists of whole blocks. Their
-    cells are removed after it.
+    The cells are not computed from tokens, but from earlier inputs of some of the model's layers (``Context.inject``).
+    A draft is a block: the request's last token, whose inputs are not known yet, and a mask token for each token to
+    draft. Each token of a block attends to all other tokens, so a decode consists of whole blocks. The cells of a block
+    are removed after the decode.
     """
 
     _most_missing = 256
 
     def __init__(self, context: Context, target: Context, n_room: int, blocks: Blocks) -> None:
         super().__init__(context, target, n_room)
-        self.times = StepTimes(_SMALL_BLOCK)  # of decodes of blocks
+        self.times = StepTimes(_SMALL_BLOCK)  # the times of decodes of blocks
         self._n_room = n_room
         self._blocks = blocks
-        self._injections = StepTimes(least_part=0.0)  # by the number of cells
+        self._injections = StepTimes(least_part=0.0)  # the times of ``inject``, by number of cells
 
     def guess(self, request: Request, n: int) -> Guess | None:
         return super().guess(request, min(n, self._blocks.n_most))
@@ -590,7 +590,7 @@ class DFlashDraft(MtpLayer):
             for group in self._groups(ready, chosen):
                 self._decode_blocks(group, drafts)
         finally:
-            for request in chosen:  # also the cells of a call that failed
+            for request in chosen:  # this also removes the cells of a failed call
                 self._context.seq_remove(request.slot, len(self._held[request.slot].tokens))
         return drafts.ready()
 
@@ -613,7 +613,7 @@ class DFlashDraft(MtpLayer):
             held.tokens += tokens
 
     def _groups(self, requests: Iterable[Request], chosen: Mapping[Request, int]) -> list[list[Request]]:
-        """Return the requests whose blocks are computed together."""
+        """Return groups of requests; the blocks of a group are computed in one decode."""
         groups: list[list[Request]] = []
         n_entries = 0
         for request in sorted(requests, key=lambda r: chosen[r]):
@@ -646,7 +646,7 @@ class DFlashDraft(MtpLayer):
         self._context.decode_blocks(batch.tokens, batch.positions, batch.seq_ids)
 
     def _note(self, times: StepTimes, n: int) -> None:
-        """Record the time of a decode of ``n`` entries, which began when the previous one ended."""
+        """Record the time of a decode of ``n`` entries, which began when the previous decode ended."""
         now_s = perf_counter()
         times.observe(_rounded(n), now_s - self._since_s)
         self._since_s = now_s
@@ -657,9 +657,9 @@ def _rounded(n: int) -> int:
 
 
 def make_mtp_drafter(target: Context, n_room: int) -> MtpLayer:
-    """Make a drafter from the MTP layer of the context's model, for which ``mtp_problem`` found no problem.
+    """Make a drafter from the MTP layer of the context's model. Call ``mtp_problem`` first.
 
-    Raises BackendError if there is no memory for its cells. The context keeps hidden states from then on.
+    Raises BackendError if there is no memory for its cells. From then on, the context keeps hidden states.
     """
     context = _context_beside(target, target.model, rope=target.rope, drafts_for=target)
     return _with_states(MtpLayer(context, target, n_room), target)
@@ -684,7 +684,7 @@ def _with_states(
 
 def _make_eagle3(target: Context, draft: Model, n_room: int) -> DraftModel:
     check_state_draft(target.model, draft)
-    # Its graph has a logit of each token of the model's vocabulary for each row, wanted or not.
+    # Its graph computes logits of the model's whole vocabulary for each row, even for unwanted rows.
     options = {"n_ubatch": _EAGLE3_ROWS, "n_more_outputs": _EAGLE3_ROWS}
     context = _context_beside(target, draft, drafts_for=target, **options)
     return _with_states(Eagle3Draft(context, target, n_room), target, target_layers(draft.file_metadata))
@@ -692,7 +692,7 @@ def _make_eagle3(target: Context, draft: Model, n_room: int) -> DraftModel:
 
 def _make_assistant(target: Context, draft: Model, n_room: int) -> DraftModel:
     check_assistant(target.model, draft)
-    # llama.cpp empties the cells that it shares, and takes what follows as it is: it must be as the target's.
+    # llama.cpp shares the target's cells and does not check these options, so they must equal the target's.
     context = Context(
         draft,
         n_ctx=target.n_ctx,
@@ -724,7 +724,7 @@ def _make_dflash(target: Context, draft: Model, n_room: int) -> DraftModel:
     return _with_states(drafter, target, target_layers(draft.file_metadata))
 
 
-# Those that read what the engine's model computes.
+# By architecture: drafters that read states of the engine's model.
 _BY_ARCHITECTURE = {"eagle3": _make_eagle3, "dflash": _make_dflash, ASSISTANT: _make_assistant}
 
 

@@ -16,7 +16,7 @@ from llamapipe.native.load import native
 if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
 
-# llama.cpp's rule for a draft model: first tokens, which are special in many vocabularies, and sizes may differ.
+# llama.cpp's rule for a draft model: the first tokens, which are often special, may differ, and the sizes a little.
 _FIRST_COMPARED, _MOST_MORE = 5, 128
 
 
@@ -46,7 +46,7 @@ def _states_problem(model: Model) -> str:
 
 
 def check_draft_file(model: Model, info: GgufInfo) -> None:
-    """Refuse a draft file whose metadata does not fit the model. Raises ValueError."""
+    """Raise ValueError for a draft file whose metadata does not fit the model."""
     problem = ""
     if check := {"eagle3": eagle3_problem, "dflash": dflash_problem}.get(info.architecture):
         sizes = (model.architecture, model.n_layer, model.n_embd, model.n_vocab)
@@ -60,7 +60,7 @@ def check_draft_file(model: Model, info: GgufInfo) -> None:
 
 
 def check_assistant(model: Model, draft: Model) -> None:
-    """Raise ValueError unless a Gemma 4 assistant belongs to a model, and can read its cells."""
+    """Raise ValueError unless a Gemma 4 assistant belongs to the model and can read the model's cells."""
     from llamapipe.gguf.check import check_gguf
 
     check_draft_file(model, check_gguf(draft.path))
@@ -80,7 +80,7 @@ def check_assistant(model: Model, draft: Model) -> None:
 
 
 def check_state_draft(model: Model, draft: Model) -> None:
-    """Raise ValueError unless an EAGLE-3 or DFlash draft belongs to a model."""
+    """Raise ValueError unless an EAGLE-3 or DFlash draft belongs to the model."""
     from llamapipe.gguf.check import check_gguf
 
     check_draft_file(model, check_gguf(draft.path))
@@ -91,8 +91,8 @@ def check_state_draft(model: Model, draft: Model) -> None:
 
 
 def check_draft(model: Model, draft: Model) -> None:
-    """Raise ValueError unless ``draft`` has the model's vocabulary and its drafted tokens can be removed."""
-    if draft.n_swa:  # tokens are drafted one after the other
+    """Raise ValueError unless ``draft`` has the model's vocabulary and cells of drafted tokens can be removed."""
+    if draft.n_swa:  # each drafted token may take a cell that has left the window
         raise ValueError(
             f"draft: the model that drafts, {draft.path.name}, has a sliding window, whose cells others take, "
             "so drafted tokens cannot be removed; leave draft out"

@@ -4,12 +4,12 @@ Open this file to change the order in which images are encoded.
 
 The principle: an image delays only its own request. The request waits in ``Waiting.preparing`` until its images are
 encoded, and then for a slot. Other requests lose only the cores that encoding takes: the engines of the process give
-these up while it lasts (``process_budget``). An image, or a tile of one, takes half of the cores, or all of them if no
-engine computes when it begins. Requests with equal images share the object that holds the rows, so an image is encoded
-once.
+up these cores meanwhile (``process_budget``). Encoding an image, or a tile of one, takes half of the cores, or all of
+them if no engine computes when it begins. Requests with equal images share the object that holds the rows, so each
+image is encoded once.
 
 Higher priorities come first. Among equal priorities, the shares take turns after each image or tile. Within a share the
-oldest request comes first. So a client's image waits for at most one image of each other client.
+oldest request comes first. So a client's image waits for at most one image or tile of each other client.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Done = Callable[[Request, "Exception | None"], object]
 
 
 class _Job:
-    """A request, and how many of its images, sounds and parts of them are encoded."""
+    """A request, and how many of its images and sounds, or parts of them, are encoded."""
 
     __slots__ = ("done", "n_encoded", "request")
 
@@ -43,14 +43,14 @@ class _Job:
 
 
 class MediaEncoder:
-    """Encodes for one engine. ``n_encoded``: images, sounds and parts so far. The engine thread calls ``put``."""
+    """Encodes images and sounds for one engine. ``n_encoded``: how many so far. The engine thread calls ``put``."""
 
     def __init__(self, encoder: Projector) -> None:
         self.n_encoded = 0
         self._encoder = encoder
-        # By priority and share, which stand in the order of their turns.
+        # By priority, and by share in the order of their turns.
         self._jobs: dict[int, OrderedDict[Hashable, deque[_Job]]] = {}
-        # An entry for each turn of a job, and one to end the thread.
+        # It gets one entry for each turn of a job, and one entry to end the thread.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._lock = Lock()
         self._thread: threading.Thread | None = None
@@ -60,7 +60,7 @@ class MediaEncoder:
         return f"<MediaEncoder n_turns={self._wakes.qsize()} n_encoded={self.n_encoded}>"
 
     def put(self, request: Request, done: Done) -> None:
-        """Encode the images and sounds of a request, then call ``done`` with the request and None, or with an error."""
+        """Queue a request's images and sounds. Afterwards ``done`` is called with the request and an error or None."""
         with self._lock:
             shares = self._jobs.setdefault(request.spec.priority, OrderedDict())
             shares.setdefault(request.spec.share, deque()).append(_Job(request, done))
@@ -110,7 +110,7 @@ class MediaEncoder:
             job.done(request, error)
 
     def close(self) -> None:
-        """End the thread after the part that it is encoding."""
+        """End the thread after the image, sound or part that it is encoding, and wait for it."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

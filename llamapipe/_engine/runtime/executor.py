@@ -59,17 +59,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 AnySampler = SamplerChain | BackgroundSampler
-_MORE_THREADS = 8  # for samplers, if threads hang
+_MORE_THREADS = 8  # spare threads for samplers, if some threads hang
 _ANY_SIZE = 2**62
 _is_native, _handle = attrgetter("is_native"), attrgetter("handle")
 
 
 class Executor(Protocol):
-    """The engine loop's interface to a context. Samplers and executors come in matching pairs.
+    """The engine loop's interface to a context. An executor accepts only samplers of its own kind.
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
     ``late_errors``: ``sample`` raises the errors of a launch. ``depth``: maximum number of steps launched but not
-    sampled. ``n_guessing``: how many rows of the last ``sample`` have samplers that can guess what follows.
+    sampled. ``n_guessing``: how many rows of the last ``sample`` have samplers that can guess the next tokens.
     """
 
     overlaps: bool
@@ -80,29 +80,29 @@ class Executor(Protocol):
     def change_cells(self, ops: Sequence[MemoryOp]) -> CellChanges:
         """Perform these operations in order, after the steps launched before. Keep saved cells by their keys.
 
-        An operation that is not possible leaves its sequence empty.
+        An impossible operation leaves its sequence empty. Return the outcome.
         """
 
     def read_cells(self, seq_id: int) -> bytes | None:
-        """Copy the cells of a sequence, for ``keep_saved``. Waits for earlier steps. Returns None on failure."""
+        """Return a copy of a sequence's cells; None on failure. Waits for earlier steps."""
 
     def copy_cells(self, seq_id: int) -> Saved | None:
-        """Copy as ``read_cells`` does, into native memory that the caller closes."""
+        """Copy as ``read_cells`` does, into native memory that the caller frees."""
 
     def read_saved(self, key: int) -> bytes | None:
-        """Copy saved cells. Return None if they were not saved."""
+        """Return a copy of saved cells; None if they were not saved."""
 
     def copy_saved(self, key: int) -> Saved | None:
-        """Copy as ``read_saved`` does, into native memory that the caller closes."""
+        """Copy as ``read_saved`` does, into native memory that the caller frees."""
 
     def saved_of(self, state: Bytes) -> Saved | None:
-        """Copy bytes into native memory; return None if no memory is left."""
+        """Copy a state's bytes into native memory; return None if no memory is left."""
 
     def keep_saved(self, key: int, cells: Saved) -> None:
-        """Keep cells that come from elsewhere. Loading refuses those that do not fit this context."""
+        """Keep cells from elsewhere under ``key``. Loading refuses cells that do not fit this context."""
 
     def offer_evicted(self, take: Callable[[Unused, Saved], bool]) -> None:
-        """Call ``take`` with cells that were evicted from host memory. If it returns True, it owns them."""
+        """From now on, call ``take`` with cells that are evicted from host memory. If it returns True, it owns them."""
 
     def sequence_end(self, seq_id: int) -> int:
         """Return the position after a sequence's last cell. Waits for earlier steps."""
@@ -123,17 +123,17 @@ class Executor(Protocol):
         """Start computing a batch and return the step's number.
 
         ``positions``: places in the sequences, which the executor translates where llama.cpp's positions differ.
-        ``media``: runs of entries that are rows, not tokens; the caller keeps them until the step is done.
+        ``media``: runs of entries that are rows, not tokens; the caller keeps the rows until the step is done.
         ``is_causal``: see ``BatchPlan``.
 
-        The caller may announce what it will ask for, so that the device can compute it: the ``samplers`` of ``rows``,
-        and for output entries the tokens to score, with the ``n_top`` most probable ones.
+        The caller may announce its later questions, so that the device can compute the answers: the ``samplers`` of
+        ``rows``, and the tokens to score in output entries (``targets``) with the ``n_top`` most probable tokens.
 
         Raises ContextFullError (nothing changed) or DecodeError, here or in ``sample``.
         """
 
     def launch_repeat(self) -> int:
-        """Launch the last batch, every entry one position further and with the token that was sampled from it.
+        """Launch the last batch again, every entry one position further and with the token sampled from it.
 
         Call it only after a ``sample`` of all its entries in order. Returns and raises as ``launch`` does.
         """
@@ -143,26 +143,26 @@ class Executor(Protocol):
     ) -> list[int]:
         """Draw and accept a token for each output entry of a step; a NoToken where none can be drawn.
 
-        ``guessed``: for each row the token that was computed after it, or -1; empty: none. Consecutive rows of one
-        sampler are drawn from until a token differs; the rows after it get ``NoToken.NOT_DRAWN``.
+        ``guessed``: for each row the guessed token whose row follows it, or -1; empty: no row is a guess's. Consecutive
+        rows of one sampler are drawn from until a token differs; the rows after that get ``NoToken.NOT_DRAWN``.
 
         ``NoToken.LATER`` means that the sampler takes long; ``take_drawn`` will return its token.
         """
 
     def take_drawn(self) -> list[tuple[Any, int, int]]:
-        """Return the samplers that drew after their step, with the numbers of their draws and the tokens."""
+        """Return the samplers that drew late, after their step was sampled, with the draws' numbers and the tokens."""
 
     def await_end_state(self, sampler: Any) -> None:
-        """Have ``take_drawn`` return this sampler with ``NoToken.SETTLED`` once its end state is known."""
+        """Add this sampler with ``NoToken.SETTLED`` to the results of ``take_drawn`` once its end state is known."""
 
     def notify_drawn(self, notify: Callable[[], object]) -> None:
         """Set the function that is called, in any thread, when ``take_drawn`` has something to return."""
 
     def add_spare_thread(self) -> None:
-        """Start another thread for draws if some hang. The loop calls it now and then while draws are outstanding."""
+        """Start another thread for draws if some hang. The loop calls this now and then while draws are outstanding."""
 
     def sample_repeat(self, step_id: int) -> list[int]:
-        """Call ``sample`` with the rows and samplers of the last call."""
+        """Return the result of ``sample`` with the rows and samplers of the last call."""
 
     def score(
         self, step_id: int, rows: Sequence[int], targets: Sequence[int], n_top: int
@@ -173,7 +173,7 @@ class Executor(Protocol):
         """
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        """Let each launch wake the callers in this list; threads are woken one by one while it computes.
+        """Make each launch wake the callers in this list; threads are woken one by one while it computes.
 
         A launch does not hold the GIL, so a woken thread can start working immediately.
         """
@@ -185,7 +185,7 @@ class Executor(Protocol):
         """Leave the cores to other engines, because nothing is launched until a caller asks for it."""
 
     def compute_s(self) -> float:
-        """Return the seconds spent computing steps so far, as far as the device has reported them."""
+        """Return the seconds of computing so far, as far as the device has reported them."""
 
     def stats(self) -> dict[str, Any]:
         """Return counters for EngineStats. Any thread."""
@@ -194,7 +194,7 @@ class Executor(Protocol):
         """Return the number of the step that a call of ``launch`` is computing. Any thread."""
 
     def abort(self, step_id: int) -> None:
-        """End a step early if it is still being computed and the backend can do so. Any thread."""
+        """End a step early if it is still being computed and the backend can abort it. Any thread."""
 
     def close(self) -> None:
         """Free the context."""
@@ -229,12 +229,12 @@ class StepExecutor:
         self.n_guessing = 0
         self._handle = pipeline.handle  # for native calls
         self._wakes: LaunchWakeList | None = None
-        # Requests whose slots are lent draw too.
+        # Requests that have lent their slots draw, too, hence twice the number of slots.
         self.threads = FairThreads(2 * context.n_seq_max + _MORE_THREADS)
         self._background = BackgroundDraws(self.threads)
         self._launched_s = 0.0
         self._n_vocab = context.model.n_vocab
-        # Whether parts of a sequence may be missing, so that not every operation on it is possible.
+        # Whether a sequence may lack parts, so that some operations on it are impossible.
         self._is_checked = context.model.n_swa > 0 or context.model.is_recurrent
         self._keeps_stale = context.needs_states and not context.model.has_only_states
         self._adapters: AdapterSet | None = None
@@ -244,7 +244,7 @@ class StepExecutor:
             int, tuple[int, SavedCells]
         ] = {}  # the states before guesses, with their places, by sequence
         self._take: Callable[[Unused, Saved], bool] = lambda *_: False
-        # The images that take fewer positions than tokens, by sequence and by key; without an entry there are none.
+        # By sequence, and by key: the images that take fewer positions than tokens. No entry means no such images.
         self._grids: dict[int, Grids] = {}
         self._grids_of_saved: dict[int, Grids] = {}
 
@@ -277,14 +277,14 @@ class StepExecutor:
                 assert op.adapters is None or isinstance(op.adapters, AdapterSet)
                 entry = self._native.lib.lp_set_adapters
                 set_adapters(self._native, entry, self._handle, op.adapters, op.carries)
-                self._adapters = op.adapters  # they live as long as steps compute with them
+                self._adapters = op.adapters  # keeps them alive while steps compute with them
                 self._assigned.clear()
                 continue
             elif isinstance(op, AssignAdapters):
                 assert op.adapters is None or isinstance(op.adapters, AdapterSet)
                 entry = self._native.lib.lp_assign_adapters
                 assign_adapters(self._native, entry, self._handle, op.slot, op.adapters)
-                self._assigned[op.slot] = op.adapters  # as long as a step may compute the slot
+                self._assigned[op.slot] = op.adapters  # keeps them alive while a step may compute the slot
                 continue
             else:
                 self._grids_of_saved.pop(op.key, None)
@@ -318,7 +318,7 @@ class StepExecutor:
         return copy.n_bytes
 
     def _keep(self, seq_id: int, n: int) -> None:
-        """Copy a sequence's state into the memory of an older copy, because touching new pages is slow."""
+        """Copy a sequence's state, into the memory of an older copy if there is one: touching new pages is slow."""
         _, copy = self._kept.pop(seq_id, (0, None))
         if copy is None and len(self._kept) == MOST_COPIES:
             _, copy = self._kept.pop(next(iter(self._kept)))
@@ -331,7 +331,7 @@ class StepExecutor:
             self._kept[seq_id] = n, copy
 
     def _go_back(self, seq_id: int, n: int) -> bool:
-        """Let a sequence return to the copy of its state. Return False if there is none; the sequence is then empty."""
+        """Load the copy of a sequence's state after ``n`` tokens. Without one, empty the sequence and return False."""
         place, copy = self._kept.get(seq_id, (-1, None))
         if copy is None or place != n:
             self._clear(seq_id)
@@ -347,7 +347,7 @@ class StepExecutor:
         return status > 0
 
     def _remove(self, seq_id: int, position: int, state: int) -> bool:
-        """Let a sequence go back to a position, if its memory allows that."""
+        """Remove cells from ``position`` onward, with the saved ``state`` or -1. If impossible, return False."""
         if state < 0 and (not self._is_checked or position == 0):
             return self._discard(seq_id, position)
         kept = self._grids_of_saved.get(state, ()) if state >= 0 else self._grids.get(seq_id, ())
@@ -357,7 +357,7 @@ class StepExecutor:
         return is_loaded
 
     def _discard(self, seq_id: int, position: int) -> bool:
-        """Remove cells without a check: those of guesses in the last step, or any cells of a memory without states."""
+        """Remove cells without a check: cells of the last step's guesses, or any cells of a memory without states."""
         lib, begin = self._native.lib, position
         kept: Grids | None = ()
         if grids := self._grids.get(seq_id):
@@ -376,7 +376,7 @@ class StepExecutor:
     def _load_parts(
         self, seq_id: int, n: int, cells: SavedCells | None, state: int, grids: Grids | None
     ) -> bool:
-        """Give a sequence the first ``n`` of its own or of other cells, and a saved state unless that is -1."""
+        """Give a sequence the first ``n`` of its own cells, or of ``cells``, and a saved state (-1: none)."""
         null, saved = self._native.ffi.NULL, self._saved.get(state)
         if grids is None or (state >= 0 and saved is None):
             if cells is not None:
@@ -408,7 +408,7 @@ class StepExecutor:
             self._grids.pop(seq_id, None)
 
     def _shift(self, seq_id: int, begin: int, end: int) -> bool:
-        """Remove the positions ``[begin, end)``. The next step rotates the keys of the later positions."""
+        """Remove positions ``[begin, end)`` and close the gap. The next step rotates the keys of later positions."""
         lib = self._native.lib
         removed = lib.lp_memory(self._handle, lib.LP_REMOVE, seq_id, 0, begin, end, 0)
         if removed > 0 and lib.lp_memory(self._handle, lib.LP_SHIFT, seq_id, 0, end, -1, begin - end) > 0:
@@ -500,7 +500,7 @@ class StepExecutor:
     ) -> int:
         """Start computing a batch of at most ``n_batch`` entries. Return the step's number.
 
-        The ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries, are for the graph, if it
+        The graph uses the ``samplers`` of ``rows``, and ``targets`` and ``n_top`` of other output entries, if it
         samples.
 
         Raises ContextFullError when no cells are left (nothing changed), DecodeError when llama.cpp fails.
@@ -552,7 +552,7 @@ class StepExecutor:
     def _inputs_of(
         self, media: Sequence[MediaRows], positions: Sequence[int], seq_ids: Sequence[int]
     ) -> tuple[Any, Any]:
-        """Return each entry's row address (NULL for a token), and its height and width if any entry has these."""
+        """Return each entry's row address (NULL for a token), and its position on two axes if an entry has these."""
         ffi, n = self._native.ffi, len(positions)
         addresses, grid = ffi.new("float *[]", n), None
         for first, n_rows, source, begin in media:
@@ -565,7 +565,7 @@ class StepExecutor:
                     grid = np.full((n, 2), -1, np.int32)
                 slot, place = seq_ids[first], positions[first] - begin
                 grids = self._grids.get(slot, ())
-                if not grids or grids[-1].begin < place:  # else its first rows were in a step before
+                if not grids or grids[-1].begin < place:  # else its first rows were in an earlier step
                     self._grids[slot] = grids = [*grids, Grid(place, source.n, source.n_positions)]
                 at = position_of(grids, place)
                 grid[first : first + n_rows] = source.grid[begin : begin + n_rows] + at
@@ -578,9 +578,9 @@ class StepExecutor:
         samplers: Sequence[AnySampler],
         targets: Mapping[int, Sequence[int]],
     ) -> tuple[Any, Any]:
-        """Return the sampler (or NULL) and the target (-1: none or too many) of each output, in batch order."""
+        """Return the sampler (or NULL) and the targets (-1: none or too many) of each output, in batch order."""
         ffi, n_targets = self._native.ffi, self._native.lib.LP_TARGETS
-        # Of several samplers of one row, one. The rows after guessed tokens are drawn from with later numbers.
+        # A row with several samplers gets one of them. Rows after guessed tokens need later random numbers.
         by_entry = {
             r: s
             for i, (r, s) in enumerate(zip(rows, samplers, strict=True))
@@ -597,7 +597,7 @@ class StepExecutor:
         return ffi.new("lp_sampler *[]", known), ffi.new("int32_t[]", wanted)
 
     def wake_at_launch(self, wakes: LaunchWakeList) -> None:
-        self._wakes = wakes  # the pipeline has its address
+        self._wakes = wakes  # keeps the list alive: the pipeline has its address
         self._native.lib.lp_wake_at_launch(self._handle, wakes.handle)
 
     def launch_repeat(self) -> int:
@@ -743,7 +743,7 @@ class StepExecutor:
         self._fail(code)
 
     def park_threads(self) -> None:
-        """Park the compute threads, which would spin for some milliseconds while the next caller needs a core."""
+        """Park the compute threads. Otherwise they spin for some milliseconds while the next caller needs a core."""
         self._context.park_threads()
 
     def yield_cores(self) -> None:
@@ -778,7 +778,7 @@ class StepExecutor:
         self._native.lib.lp_abort(self._handle, step_id)
 
     def close(self) -> None:
-        """Wait for samplers that are still drawing. Free the saved cells, the pipeline and the context."""
+        """Wait for samplers that still draw. Free the saved cells, the pipeline and the context."""
         self.threads.close()
         while self._saved:
             self._saved.popitem()[1].close()

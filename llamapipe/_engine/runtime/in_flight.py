@@ -3,10 +3,10 @@
 Open this file to change how a step is launched, sampled, scored or aborted.
 
 The principle: steps complete in the order of their launches, and a sampler is closed only after the steps that may draw
-with it. A request that has left its step gets nothing from it; its ``batch_plan`` says whether it is still part of the
-step.
+with it. A request that has left its step gets no token or score from it; its ``batch_plan`` says whether it is still
+part of the step.
 
-The loop decides when to launch and when to sample. What a launch does in native code is in ``executor.py``.
+The loop decides when to launch and when to sample. ``executor.py`` makes the native calls.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class InFlightStep(NamedTuple):
 
 
 class StepsInFlight:
-    """The launched steps of one context, oldest first. Methods are for the engine thread, unless they say otherwise.
+    """The launched steps of one context, oldest first. Methods are for the engine thread unless marked "any thread".
 
-    ``steps``: the queue; the loop only reads its length and its ends. ``executor``: launches the steps.
+    ``steps``: the queue; the loop only reads its length, first and last step. ``executor``: launches the steps.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.steps: deque[InFlightStep] = deque()
         self.executor = executor
         self._n_completed = 0
-        # Samplers to close once that many steps are complete.
+        # Samplers to close, each with the number of completed steps from which it can be closed.
         self._retired: deque[tuple[int, Sampler]] = deque()
-        # The plan that a launch computes just now; read by threads that cancel.
+        # The plan that is being launched now. Threads that cancel read it.
         self._launching: BatchPlan | None = None
 
     def __repr__(self) -> str:
         return f"<StepsInFlight n={len(self.steps)} n_completed={self._n_completed}>"
 
     def launch(self, plan: BatchPlan, samplers: list[Any], began_s: float = 0.0) -> int:
-        """Launch a plan and return the step's number. Raises ContextFullError and DecodeError as the executor does."""
+        """Launch a plan and return the step's number. Raises ContextFullError or DecodeError as the executor does."""
         executor = self.executor
         self._launching = plan
         try:
@@ -85,7 +85,7 @@ class StepsInFlight:
             self._retired.popleft()[1].close()
 
     def retire(self, sampler: Sampler) -> None:
-        """Close a sampler, but only after the steps in flight, which may draw with it."""
+        """Close a sampler when the steps in flight, which may draw with it, are complete."""
         if self.steps:
             self._retired.append((self._n_completed + len(self.steps), sampler))
         else:
@@ -110,7 +110,7 @@ class StepsInFlight:
         computes = plan is not None and not self.executor.late_errors  # the launch itself computes
         if plan is not None and computes and all(request.cancelled for request, _ in plan.scheduled):
             step_id = self.executor.launching()
-            if self._launching is plan:  # so the number is this plan's, or that of a step in the past
+            if self._launching is plan:  # then the number is this plan's, or an earlier step's
                 self.executor.abort(step_id)
         for launched in self.steps.copy():
             if all(request.cancelled for request, _ in launched.plan.scheduled):
@@ -118,7 +118,7 @@ class StepsInFlight:
 
 
 def draw(executor: Executor, launched: InFlightStep) -> list[int]:
-    """Draw a token for each of the plan's requests; 0 for those that left the step. Waits for the step if necessary."""
+    """Return a token for each of the plan's requests; 0 for requests that left the step. Waits for the step."""
     plan, requests = launched.plan, launched.plan.requests
     for request in requests:
         if request.batch_plan is not plan:
@@ -146,16 +146,16 @@ def record_logprobs(plan: BatchPlan, sampled: Sequence[int]) -> None:
     before = None
     for request, token in zip(plan.requests, sampled, strict=True):
         if request.wants_logprobs and request.batch_plan is plan:
-            if request is not before:  # the first of its rows
+            if request is not before:  # this is the request's first row
                 before = request
-                request.logprobs.clear()  # that of a token that ended the text
+                request.logprobs.clear()  # an entry may be left from a token that ended the text
             if token >= 0:
                 assert request.sampler is not None
                 request.logprobs.append(request.sampler.logprobs(len(request.logprobs)))
 
 
 def targets_of(plan: BatchPlan) -> tuple[dict[int, list[int]], int]:
-    """Return the tokens to score by batch entry, and the largest number of top tokens wanted with any of them."""
+    """Return the tokens to score, by batch entry, and the largest ``n_top`` of any of them."""
     by_entry: dict[int, list[int]] = {}
     n_top = 0
     for _, targets, first, entries in plan.scored:

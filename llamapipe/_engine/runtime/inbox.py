@@ -2,9 +2,9 @@
 
 Open this file to change how other threads reach the engine thread.
 
-The principle: any thread adds function calls, and the engine thread makes them between two steps, in order. Adding one
-is a single call of a ``SimpleQueue``, which has no lock that Ctrl-C could leave locked. So a caller may be interrupted
-at any point, and the engine thread never waits for a caller.
+The principle: any thread adds function calls, and the engine thread runs them between two steps, in order. To add a
+call is one operation of a ``SimpleQueue``, which has no lock that Ctrl-C could leave locked. So a caller may be
+interrupted at any point, and the engine thread never waits for a caller.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llamapipe._engine.policy.core import Request
 class Inbox:
     """A queue of function calls. Any thread adds them, the engine thread runs them; both are safe under Ctrl-C.
 
-    ``single_caller``: callers set it before they submit. It is True when no other thread or task could submit before
-    the step, so the engine need not wait for more requests. ``urgent``: arguments of calls that are also in the queue
-    but may be handled first, whatever waits before them.
+    ``single_caller``: callers set it before they submit. It is True if no other thread or task could submit before the
+    step, so the engine need not wait for more requests. ``urgent``: requests to cancel before the calls in the queue,
+    which also has the calls that cancel them.
     """
 
     __slots__ = ("_commands", "empty", "single_caller", "urgent")
@@ -30,7 +30,7 @@ class Inbox:
         self.single_caller = False
         self.urgent: deque[Request] = deque()
         self._commands: SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = SimpleQueue()
-        # The method of the queue itself, because every step calls it several times.
+        # This is the queue's own method, because every step calls it several times.
         self.empty = self._commands.empty
 
     def __repr__(self) -> str:
@@ -41,10 +41,10 @@ class Inbox:
         self._commands.put((function, arguments))
 
     def run_next(self, timeout: float | None = None) -> None:
-        """Wait for the next call and make it. Raises queue.Empty after ``timeout`` seconds."""
-        # A get() with a timeout of about a microsecond may wait forever (seen in CPython 3.11 and 3.12). The put()
-        # before it has left the queue's lock open, so get() looks twice, and the time left is negative the second time,
-        # which means no limit. A get() that does not wait closes the lock.
+        """Wait for the next call and run it. Raises queue.Empty after ``timeout`` seconds."""
+        # A get() with a timeout of about a microsecond may wait forever (seen in CPython 3.11 and 3.12). An earlier
+        # put() has left the queue's lock open, so get() looks twice, and the second time the remaining time is
+        # negative, which means no limit. A get() that does not wait closes the lock.
         try:
             function, arguments = self._commands.get_nowait()
         except Empty:

@@ -1,9 +1,9 @@
-"""Checks whether the logits of a row are the same, bit for bit, whatever else is in the batch.
+"""Checks whether the logits of a row are bitwise the same, whatever else is in the batch.
 
 Open this file when ``batch_invariant=True`` refuses a model that it should accept, or accepts one that it should not.
 
-The principle: report known differences first, then measure. The same tokens are computed in batches that are divided in
-several ways, and their logits must be equal.
+The principle: report known causes of differences first, then measure. The same tokens are computed in differently
+divided batches, and their logits must be equal.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _N_SEQ = 5
 def check_invariance(
     model: Model, unified: bool, flash_attn: str, new_context: Callable[..., Context]
 ) -> None:
-    """Raise ValueError if the text that this model generates could depend on what else is running.
+    """Raise ValueError if the text that this model generates could depend on other requests.
 
-    Known reasons are checked first. Then a token is computed in several ways, and its logits are compared. This finds
-    matrix products and other operations that ggml computes differently for one row than for several.
+    Known reasons are checked first. Then the same token is computed in several ways, and its logits are compared. This
+    detects matrix products and other operations that ggml computes differently for one row than for several.
     """
     reason = _known(model, unified, flash_attn)
     if reason is None and not _is_invariant(new_context):

@@ -1,6 +1,6 @@
 """The requests whose tokens are drawn after their step was sampled.
 
-Open this file to change which request a late token belongs to, or when a request that waits for a token lends its slot.
+Open this file to change which request gets a late token, or how the wait that makes a request lend its slot is counted.
 
 The principle: a late token comes with the number of its draw, so a token for a request that has ended is ignored.
 """
@@ -16,19 +16,19 @@ from llamapipe._engine.policy.core import BatchPlan, Request
 from llamapipe._engine.runtime.executor import Executor
 from llamapipe.errors import NoToken
 
-_PART_BEFORE = 0.5  # of the waits for earlier tokens: where every mask is slow, each alone may be short
+_PART_BEFORE = 0.5  # weight of waits for earlier tokens: many short waits also hold up a slot
 _seconds = itemgetter(1)
 
 
 class LateDraws:
-    """Finds the request of a token that arrives. Methods are for the engine thread.
+    """Finds the request of an arriving token. Methods are for the engine thread.
 
-    A request is removed when its token arrives. If it ended before, the number of the draw shows that, and the token is
-    ignored.
+    A request is removed when its token arrives. If the request ended before, the number of the draw differs, and the
+    token is ignored.
     """
 
     def __init__(self) -> None:
-        # By sampler, with the number of the draw, and when it began. The oldest first.
+        # By sampler: the request, the number of the draw, and when the draw began; the oldest draw first.
         self.requests: dict[Any, tuple[Request, int, float]] = {}
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ class LateDraws:
                 self.requests[request.sampler] = request, request.sampler.n_draws, perf_counter()
 
     def await_end_states(self, requests: Sequence[Request], executor: Executor) -> None:
-        """Ask the samplers of requests that have generated their last token whether the text is complete."""
+        """Ask the samplers of requests with their last token to report when they know whether the text is complete."""
         for request in requests:
             sampler = request.sampler
             executor.await_end_state(sampler)
@@ -51,7 +51,7 @@ class LateDraws:
     def late_by(self, seconds: float) -> list[tuple[Request, float]]:
         """Return the requests that have waited at least ``seconds`` for their tokens, with their waits, longest first.
 
-        Half of the time that they have waited for earlier tokens while in their slots also counts.
+        Half of the time that a request waited for earlier tokens in its slot also counts.
         """
         now_s = perf_counter()
         waits = (

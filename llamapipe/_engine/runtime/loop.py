@@ -1,19 +1,19 @@
 """The engine loop, which turns plans into steps and tokens into deliveries.
 
-Open this file to change the order in which things happen in a step, or between two.
+Open this file to change the order of operations in a step, or between two steps.
 
 A turn of the loop, in this order:
 
 1. Execute the commands that have arrived (``Inbox``): new requests, cancellations, changes, questions.
 2. Perform the changes to KV cells, then plan a step and launch it (``StepsInFlight``).
-3. Deliver the tokens of the previous step while the new one is computed.
-4. Sample the oldest step in flight, and commit its tokens. Draws that take long are left to other threads
-   (``LateDraws``), and their requests skip steps until then.
+3. Deliver the tokens of the previous step while the new step is computed.
+4. Sample the oldest step in flight, and commit its tokens. Other threads make draws that take long (``LateDraws``);
+   their requests skip steps until the tokens arrive.
 
-If a launch returns only when its step is computed, delivery comes after sampling instead. A stop string found at
-delivery ends a request that is already part of the next step; its token of that step is discarded.
+If a launch returns only when its step is computed, delivery comes after sampling instead. A stop string that delivery
+detects ends a request that is already part of the next step; the request's token of that step is discarded.
 
-The principle: the engine thread alone touches the scheduler, the executor and the samplers. A request whose
+The principle: only the engine thread touches the scheduler, the executor and the samplers. A request whose
 ``batch_plan`` is no longer the step's plan has left the step: nothing is drawn or recorded for it, because its sampler
 must not see a discarded token. A failure ends only the requests of its step. After a defect of the loop itself, every
 current and later request gets an error.
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 
 
 def _n_tokens_of(request: Request, following: Sequence[tuple[Request, int]]) -> int:
-    """Count the undelivered tokens at the start of ``following`` that are in this request's sequence."""
+    """Return how many undelivered tokens at the start of ``following`` are in this request's sequence."""
     tokens = takewhile(lambda pair: pair[0] is request, following)
     return sum(token >= 0 and token not in request.stop_tokens for _, token in tokens)
 
 
 _MAX_SKIPPED_WINDOWS = 7
-_MOST_STATES = 4  # of a snapshot; each may be as large as a thousand cells
-_MOST_CONVERSATIONS = 256  # that are remembered; those used last
+_MOST_STATES = 4  # maximum states of a snapshot; each may be as large as a thousand cells
+_MOST_CONVERSATIONS = 256  # the number of most recently used conversations that are remembered
 _MAX_COMMANDS = 512  # between two steps, so that requests progress while thousands of others arrive
 _sampler = attrgetter("sampler")  # made in C, because every step makes a list with it
 _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
-_LOOK_S = 0.02  # between two looks at draws that other threads make
-# After which a late draw's slot is lent; saving and loading its cells takes a few milliseconds.
+_LOOK_S = 0.02  # seconds between two checks of the draws that other threads make
+# Seconds after which a request with a late draw lends its slot; saving and loading its cells takes milliseconds.
 _LEND_S = 0.05
 
 
@@ -86,12 +86,12 @@ class EngineLoop:
 
     ``inbox``: the commands of other threads. ``dispatcher``: wakes the callers that wait for results. ``in_flight``:
     the launched steps; other threads may abort them. ``open``: the requests whose end is not delivered yet. ``trace``:
-    records plan and deliver stages. ``kv_events``: tells routers what the prefix cache holds. ``long_work``: threads
+    records plan and deliver stages. ``kv_events``: tells routers which prefixes the cache holds. ``long_work``: threads
     for callers' work, which end with the loop. ``encoder``: encodes images and sounds, for models that accept them.
     ``disk``: the second level of the prefix cache.
 
-    ``window_s``: how long an idle loop waits for more requests after the one that woke it. ``left_queue``: called with
-    the requests that no longer wait for a slot.
+    ``window_s``: how long an idle loop waits for more requests after the request that woke it. ``left_queue``: is
+    called with the requests that no longer wait for a slot.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class EngineLoop:
         self._long_work = long_work
         self._encoder = encoder
         self._disk = disk
-        # Files that are read, and the requests that wait for them.
+        # By file that is being read: the requests that wait for it.
         self._reading: dict[Entry, list[Request]] = {}
         self._conversations: OrderedDict[Hashable, tuple[list[int], Hashable]] = OrderedDict()
-        self._overdue: set[Entry] = set()  # files that nobody waits for any more: the disk hangs
-        self._n_resets = 0  # of the cache: what was read of a file before one is not cached
+        self._overdue: set[Entry] = set()  # files whose reads take too long, so no request waits for them
+        self._n_resets = 0  # of the cache; a file whose read began before a reset is not cached
         if disk is not None:
             executor.offer_evicted(self._take_evicted)
         self._scheduler = scheduler
@@ -130,19 +130,20 @@ class EngineLoop:
         self._micro_batches = MicroBatchSwitch(executor)
         scheduler.set_depth(executor.depth if executor.overlaps else 1)
         self._window_s = window_s
-        self._n_skip = self._n_skipped = 0  # windows to skip after one in vain, and skipped since
+        self._n_skip = self._n_skipped = 0  # windows to skip after a useless one, and windows skipped since
         self._stopping = False
         self.closed = False  # the context is freed
         self.failure: BackendError | None = None  # a defect of the loop: every request fails with it
         self._undelivered: list[tuple[Request, int]] = []  # the tokens of the step sampled last
         self._last_step = -1  # the number of that step
-        self._turn_began_s = 0.0  # when the last step was sampled, or a wait has ended since; later by copies
+        # When the last step was sampled or the last wait ended, plus the time of copying states since.
+        self._turn_began_s = 0.0
         self._late = LateDraws()
         executor.notify_drawn(lambda: self.inbox.put(self.take_drawn))
         self._step_times = TimeCounter()
         self._n_wants_logprobs = 0  # open requests that want log-probabilities
-        self._unguessed: dict[str, int] = {}  # requests without guesses, by the reason
-        # The number of the last step that had some, how many, and how many were right.
+        self._unguessed: dict[str, int] = {}  # number of requests without guesses, by the reason
+        # The number of the last step with guessed tokens, how many it had, and how many were right.
         self._last_guesses = (-1, 0, 0)
         self._n_accepted = 0  # right guesses of all steps up to that one
         self._n_requests = self._n_steps = self._n_prompt = self._n_generated = 0
@@ -184,7 +185,7 @@ class EngineLoop:
             self._fail([request], error)
 
     def _look_on_disk(self, disk: DiskCache, request: Request) -> None:
-        """Let a new request wait for a file if the file has much more of its prefix than memory has."""
+        """Make a new request wait for a file if the file has much more of its prefix than memory has."""
         cache = self._scheduler.cache
         if request.spans or not request.uses_cache or len(request.tokens) <= MIN_GAIN or self._overdue:
             return
@@ -211,7 +212,7 @@ class EngineLoop:
 
         try:
             patience.start()
-        except RuntimeError:  # the process may not have another thread: its tokens are computed
+        except RuntimeError:  # the process may not start another thread, so the request's tokens are computed
             return
         request.awaits_prefix = True
         self._reading[entry] = [request]
@@ -229,7 +230,7 @@ class EngineLoop:
         self._prepared(requests)
 
     def _give_up_read(self, entry: Entry) -> None:
-        """Continue the requests that wait too long for a file. Until its read ends, no request waits for the disk."""
+        """Continue requests that waited too long for a file. Until its read ends, no request waits for the disk."""
         if entry in self._reading:
             self._overdue.add(entry)
             self._prepared(self._reading.pop(entry))
@@ -242,7 +243,7 @@ class EngineLoop:
     def cancel(self, request: Request) -> None:
         """End a request in any state."""
         if request.arrival < 0:
-            request.cancelled = True  # `add`, which comes later, looks at it
+            request.cancelled = True  # ``add``, which comes later, checks it
         elif request.state is not State.FINISHED:
             self._scheduler.cancel(request)
             self._finished(request)
@@ -253,7 +254,7 @@ class EngineLoop:
             self._scheduler.resume(request)
 
     def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
-        """Trim a resumable request's sequence to ``n_keep`` tokens, or append some. Its sampler starts over."""
+        """Trim a resumable request's sequence to ``n_keep`` tokens, then append ``tokens``. Its sampler starts over."""
         if request.state is State.FINISHED:
             return
         if n_keep is not None:
@@ -280,7 +281,7 @@ class EngineLoop:
         self._deliver()
 
     def _look_after_late_draws(self) -> bool:
-        """Handle draws that take long: give threads and slots to other requests. Return whether a slot became free."""
+        """Give other requests the threads and slots of draws that take long. Return whether a slot became free."""
         self._executor.add_spare_thread()
         if not self._scheduler.n_queued:
             return False
@@ -300,7 +301,7 @@ class EngineLoop:
             self._finished(child)
 
     def snapshot(self, request: Request) -> Snapshot:
-        """Return the sequence of a resumable request that does not run."""
+        """Return a snapshot of a resumable request that does not run. Raises the error of a failed request."""
         if request.error is not None:
             raise request.error
         self._change_cells()
@@ -312,26 +313,26 @@ class EngineLoop:
             state = executor.read_cells(request.slot)
             n_cells = request.n_past if state is not None else 0
         states = self._states_of(request, n_cells)
-        # Constraints cannot be followed from the middle of a text: they begin with what follows.
+        # A constraint cannot start in the middle of a text, so all tokens that are left count as the prompt.
         n_prompt = len(request.tokens) if request.dropped else request.n_prompt
         return Snapshot(request.tokens.copy(), n_prompt, n_cells, state or b"", request.active_from, states)
 
     def _states_of(self, request: Request, n: int) -> list[tuple[int, bytes]]:
-        """Return the last few saved states of prefixes of a request's cells, which its snapshot can go back to."""
+        """Return the last few saved states of prefixes of a request's first ``n`` cells, for its snapshot."""
         cache = self._scheduler.cache
         keys = cache.states_of(request.cell_keys()[:n], request.spec.cache_key)
         states = [(n, self._executor.read_saved(key)) for n, key in keys[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
     def restore(self, request: Request, snapshot: Snapshot) -> None:
-        """Accept a new request whose first cells, and states, are given."""
+        """Accept a new request with the cells and states of a snapshot."""
         if request.uses_cache:
             self._take_in_snapshot(request, snapshot)
         self.add(request)
 
     def reset_cache(self, is_wanted: Callable[[Hashable], bool]) -> None:
         """Drop cached cells; see ``KvCache.reset``."""
-        self._change_cells()  # evicted cells already wait to be written, and are forgotten there
+        self._change_cells()  # evicted cells then wait to be written, where ``DiskCache.forget`` drops them
         self._n_resets += 1
         self._scheduler.cache.reset(is_wanted)
 
@@ -364,9 +365,9 @@ class EngineLoop:
 
     # ---- the prefix cache on disk
     def _take_evicted(self, evicted: Unused, cells: Saved) -> bool:
-        """Write cells that were evicted from host memory.
+        """Write cells that were evicted from host memory to disk.
 
-        Return False if they are not worth writing, or too many are waiting.
+        Return False if they are not worth writing, or if too many sequences wait to be written.
         """
         disk = self._disk
         if (
@@ -394,7 +395,7 @@ class EngineLoop:
             known.popitem(last=False)
 
     def conversation(self, key: Hashable) -> CachedSequence | None:
-        """Return a copy of a conversation's cells, which the caller closes; None if there are no cells."""
+        """Return a copy of a conversation's cells and states, which the caller closes; None if there are none."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         self._change_cells()
         holder = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
@@ -408,7 +409,7 @@ class EngineLoop:
         self._take_in(sequence, None)
 
     def forget_conversation(self, key: Hashable) -> int:
-        """Drop the cells of a conversation, wherever they are. Return their number of tokens."""
+        """Drop the unused cells of a conversation, in slots and host memory. Return the largest number of tokens."""
         cache, n = self._scheduler.cache, 0
         tokens, cache_key = self._conversations.pop(key, ((), None))
         while tokens and (holder := cache.holder(tokens, cache_key)) is not None:
@@ -417,7 +418,7 @@ class EngineLoop:
         return n
 
     def hold_conversation(self, key: Hashable) -> None:
-        """Evict the cells of a conversation that continues soon after all others; see ``KvCache.hold``."""
+        """Evict a conversation's cells after all others, because it continues soon; see ``KvCache.hold``."""
         tokens, cache_key = self._conversations.get(key, ((), None))
         if tokens:
             self._scheduler.cache.hold(key, tokens, cache_key)
@@ -443,9 +444,9 @@ class EngineLoop:
         return [(n, state) for n, state in states if state is not None]
 
     def _write_unused(self, disk: DiskCache, deadline: float | None = None) -> bool:
-        """Write a sequence that no request uses, the most recently used first. Return False if there is none.
+        """Write one sequence that no request uses, the most recently used first. Return False if there is none.
 
-        ``deadline``: a time of ``monotonic``; until then all are written, even those that have grown little.
+        ``deadline``: a time of ``monotonic``. Until then write all of them, even sequences that have grown little.
         """
         self._change_cells()
         for unused in self._scheduler.cache.offer_unused(again=deadline is not None):
@@ -477,7 +478,7 @@ class EngineLoop:
             self._disk.writes = when
 
     def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        """Return bytes: of a request's saved cells (0 if not saved), that they need, and of the budget."""
+        """Return three sizes in bytes: a request's saved cells (0: not saved), their need, and the host budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache
         n_bytes = 0 if kept is None or not cache.has(kept) else kept.n_bytes
@@ -488,7 +489,7 @@ class EngineLoop:
         self._scheduler.cache.unpin(request)
 
     def stop(self, drain: bool) -> None:
-        """End the loop, after the open requests are finished (``drain``) or immediately."""
+        """End the loop, after the open requests have finished (``drain``) or immediately."""
         self._stopping = True
         self._deliver()  # the tokens sampled last are part of the sequences already
         for request in list(self.open):
@@ -498,7 +499,7 @@ class EngineLoop:
                 self._run_to_end(request)
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters. Other threads may call it after the engine thread has ended."""
+        """Return a copy of the counters. Other threads may call this after the engine thread has ended."""
         return EngineStats(
             n_requests=self._n_requests,
             n_preempted=self._scheduler.n_preempted,
@@ -537,7 +538,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Raise AssertionError if the scheduler's state is inconsistent, or differs from llama.cpp's memory.
 
-        Threads as for ``stats``.
+        Other threads may call this after the engine thread has ended.
         """
         self._scheduler.check_integrity()
         if not self.in_flight.steps and not self.closed:
@@ -582,9 +583,9 @@ class EngineLoop:
             if dispatcher.pending:  # a caller that cancelled need not wait for a step
                 self._flush()
             if scheduler.cache.memory_ops:
-                # Before the plan: what cannot be removed in part is computed again.
+                # This comes before the plan, because sequences that cannot be removed in part are computed again.
                 self._change_cells()
-            if scheduler.drafts and scheduler.may_draft:  # which takes time that callers need not wait for
+            if scheduler.drafts and scheduler.may_draft:  # drafting takes time: deliver first
                 self._deliver()
                 self._flush(together=True)
             # After a change from two micro-batches to one, a step may be in flight that has to be sampled first.
@@ -640,7 +641,7 @@ class EngineLoop:
             self._executor.yield_cores()
             if not inbox.single_caller and not self.open:
                 self._executor.park_threads()
-        while self._late.requests:  # draws that hang must not keep others from being made
+        while self._late.requests:  # hanging draws must not hold up other draws
             try:
                 inbox.run_next(_LOOK_S)
                 break
@@ -669,7 +670,7 @@ class EngineLoop:
         self._n_skipped = 0
 
     def _await_command(self) -> None:
-        """Make the next call of another thread. While none comes, write unused sequences from time to time."""
+        """Run the next command. Until one arrives, write unused sequences to disk from time to time."""
         disk = self._disk
         while disk is not None and disk.writes == "always":
             try:
@@ -684,7 +685,7 @@ class EngineLoop:
         """Perform the queued changes to KV cells. Return False if a sequence lost its cells."""
         began, gate = perf_counter(), self._scheduler.gate
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
-        if gate.copies_states:  # the gate counts them apart
+        if gate.copies_states:  # the gate counts copies separately
             self._turn_began_s += perf_counter() - began
         return not any(changes) or self._scheduler.cells_changed(changes)
 
@@ -697,7 +698,7 @@ class EngineLoop:
             n_copied = sum(n > 1 for _, n in plan.scheduled)
             gate.observe_copies(n_copied, perf_counter() - began)
         if not keeps_cells or (not plan.repeats and not self._make_samplers(plan)):
-            self._scheduler.drop(plan)  # a request of it lost its cells or failed: plan again
+            self._scheduler.drop(plan)  # a request of the step lost its cells or failed: plan again
             return
         samplers: list[Any] = [] if plan.repeats else list(map(_sampler, plan.requests))
         planned = perf_counter()
@@ -722,7 +723,7 @@ class EngineLoop:
         return True
 
     def _sample(self) -> None:
-        """Draw the tokens of the oldest step in flight and commit them. Waits for the step if necessary."""
+        """Draw the tokens of the oldest step in flight and commit them. Wait for the step if necessary."""
         oldest = self.in_flight.steps[0]
         plan, executor, scheduler = oldest.plan, self._executor, self._scheduler
         damaged: list[Request] = []
@@ -772,7 +773,7 @@ class EngineLoop:
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
-        """Give the last sampled tokens to their sinks, and note which callers to wake."""
+        """Give the last sampled tokens to their sinks, and register the callers to wake."""
         if not self._undelivered and not self.dispatcher.pending:
             return
         began = perf_counter()
@@ -782,7 +783,7 @@ class EngineLoop:
             n_left -= 1
             if request not in self.open:
                 continue  # it was cancelled meanwhile
-            # After a right guess a step has several tokens of a request.
+            # After a right guess, a request gets several tokens from a step.
             has_more = n_left > 0 and undelivered[-n_left][0] is request
             if (
                 token >= 0
@@ -852,7 +853,7 @@ class EngineLoop:
                 self._run_to_end(request)
 
     def _run_to_end(self, request: Request) -> None:
-        request.token_budget = UNLIMITED  # a stream's reader finds the rest in its mailbox
+        request.token_budget = UNLIMITED  # a stream's reader gets the rest from its mailbox
         self._scheduler.resume(request)
 
     def _serve_errors(self, error: BaseException) -> None:

@@ -2,10 +2,10 @@
 
 Open this file when a result comes late, twice or not at all.
 
-The principle: nobody is woken while the engine thread holds the interpreter's lock. A sink (``sinks.py``) puts a result
-into a mailbox. The mailbox tells the dispatcher, which notes the waiting callers. The next launch runs native code
-without the lock and wakes them there: it writes one byte into the pipe of each event loop and wakes the first waiting
-thread. Each thread wakes the next one when it waits again (``wakers.py``).
+The principle: no caller is woken while the engine thread holds the interpreter's lock. A sink (``sinks.py``) puts a
+result into a mailbox. The mailbox tells the dispatcher, which notes the waiting callers. The next launch runs native
+code without the lock and wakes the callers: it writes one byte into the pipe of each event loop and wakes the first
+waiting thread. Each thread wakes the next one when it waits again (``wakers.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import asyncio
 
 
-# Wait in slices of one second: Ctrl-C may have interrupted the thread that should wake us, or have arrived just before
-# we blocked, in which case it does not interrupt the wait.
+# Wait in slices of one second: Ctrl-C may have interrupted the thread that should wake this one, or may have arrived
+# just before this thread blocked, in which case it does not interrupt the wait.
 _RECHECK_S = 1.0
 
 
@@ -39,7 +39,7 @@ class Mailbox(Protocol):
 class ThreadMailbox:
     """A mailbox that one thread at a time reads from.
 
-    ``waiter``: made when a reader first has to wait, because most requests of a list never do.
+    ``waiter``: is made when a reader first has to wait, because most mailboxes of a list are read without waiting.
     """
 
     def __init__(self, dispatcher: ResultDispatcher) -> None:
@@ -53,13 +53,13 @@ class ThreadMailbox:
         self._dispatcher.add_thread(self)
 
     def get(self, deadline: float | None = None) -> Any:
-        """Wait for the next item; signals interrupt it. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
+        """Return the next item; signals interrupt waiting. Raises queue.Empty after ``deadline`` (``perf_counter``)."""
         items, dispatcher = self._items, self._dispatcher
         while True:
-            if items:  # checked first: the exception would cost more than the token
+            if items:  # checked first, because an exception takes longer than delivering a token
                 try:
                     return items.popleft()
-                except IndexError:  # another reader, by mistake, was quicker
+                except IndexError:  # a second reader, which should not exist, was faster
                     pass
             left_s = _RECHECK_S
             if deadline is not None:
@@ -76,7 +76,7 @@ class ThreadMailbox:
 class AsyncMailbox:
     """A mailbox that one asyncio task reads from. Create it on its loop's thread.
 
-    ``requests``: the requests that are answered here; they are cancelled if the loop turns out to be closed.
+    ``requests``: the requests whose results arrive here; they are cancelled if the event loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatcher: ResultDispatcher) -> None:
@@ -88,7 +88,7 @@ class AsyncMailbox:
         dispatcher.attach(loop)
 
     def put(self, item: object) -> None:
-        """Add an item; its loop gets it at the end of the step. Engine thread."""
+        """Add an item; the event loop gets it at the end of the step. Engine thread."""
         self._dispatcher.add(self, item)
 
     def receive(self, item: object) -> None:
@@ -124,19 +124,19 @@ class ResultDispatcher:
     """The callers of one engine that wait for results. Methods are for the engine thread, unless they say otherwise.
 
     A launch writes a byte to each noted event loop's pipe and wakes the first waiting thread. A thread that waits again
-    wakes the next one; if a thread takes long to return, the remaining ones are woken together.
+    wakes the next one; if a thread takes long to return, the remaining threads are woken together.
 
-    ``at_launch``: ``wakes`` was given to an executor whose launches compute. Otherwise there is nothing to wait for:
-    ``flush`` wakes the first thread, and each woken thread wakes the next one before it does its work.
+    ``at_launch``: ``wakes`` was given to an executor whose launches compute. Otherwise no launch wakes callers:
+    ``flush`` wakes the first thread, and each woken thread wakes the next one before it does its own work.
 
-    ``pending``: something was added since the last ``flush``.
+    ``pending``: items were added since the last ``flush``.
     """
 
     def __init__(self, at_launch: bool = False) -> None:
         self.pending = False
         self._at_launch = at_launch
         self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker[deque[tuple[AsyncMailbox, object]]]] = {}
-        self._attached = False  # a loop was attached since closed ones were removed
+        self._attached = False  # an event loop was attached since closed loops were removed
         self._closed = False
         self._loops: dict[asyncio.AbstractEventLoop, deque[tuple[AsyncMailbox, object]]] = {}
         self._threads: list[ThreadMailbox] = []
@@ -166,7 +166,7 @@ class ResultDispatcher:
             self._threads.clear()
         by_list = self._at_launch or together
         if waiters and by_list:
-            self.wakes.add(waiters)  # first: an error with an event loop must not lose them
+            self.wakes.add(waiters)  # comes first, because an error of an event loop must not lose them
         orphans = self._hand_over() if self._loops else []
         if self._wakers and (self._attached or orphans or together):
             self._remove_closed()
@@ -182,7 +182,7 @@ class ResultDispatcher:
         if self._wakers:
             files = self.wakes.files
             for waker in list(self._wakers.values()):
-                if waker.waiting and waker.fd not in files:  # an interruption lost its byte
+                if waker.waiting and waker.fd not in files:  # its byte was lost in an interruption
                     waker.ring()
         self.wakes.now()
 
@@ -212,7 +212,7 @@ class ResultDispatcher:
     def _remove_closed(self) -> None:
         """Close the wakers of closed event loops. A loop dropped without ``close`` lives as long as the engine.
 
-        It is called when a loop is attached, when a closed one is found, and when there is nothing to do, but not every
+        This runs when a loop was attached, when a closed loop was found, and when the engine is idle, but not in every
         step.
         """
         self._attached = False
@@ -222,7 +222,7 @@ class ResultDispatcher:
             waker.close()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give an event loop a waker, if it can watch files. The loop's thread."""
+        """Give an event loop a waker, if it can watch files. For the loop's thread."""
         if loop not in self._wakers and not self._closed:
             # A loop without a waker is woken by call_soon_threadsafe.
             with suppress(NotImplementedError, OSError, RuntimeError):
@@ -232,7 +232,7 @@ class ResultDispatcher:
                 waker.dismiss()
 
     def close(self) -> None:
-        """Wake all callers. No step follows."""
+        """Wake all callers and detach the event loops. No step may follow."""
         self.flush(together=True)
         self._closed = True
         while self._wakers:

@@ -14,16 +14,17 @@ from llamapipe._engine.runtime.executor import Executor
 
 _WINDOW = 32  # steps between two decisions
 _LEAST_GAIN = 1.1  # predicted gain that starts a try
-_KEEP_GAIN = 1.03  # measured gain that keeps it
+_KEEP_GAIN = 1.03  # measured gain that keeps two micro-batches
 _LONGEST_PAUSE = 64  # windows between two tries
 
 
 class MicroBatchSwitch:
-    """Splits while that is faster: tries it when the formula predicts a gain, keeps it when a gain is measured.
+    """Splits requests while that is faster: tries it when the formula predicts a gain, keeps it if a gain is measured.
 
     Let T be the time to compute a step, and b the time of everything else until the next step is launched. Two
-    alternating micro-batches are (T + b) / max(2T, b, T + b/2) times as fast as one. A try ends when a window of steps
-    has no more tokens per second than the window before the try. Each failed try doubles the pause before the next.
+    alternating micro-batches are (T + b) / max(2T, b, T + b/2) times as fast as one. A try fails unless a window of
+    steps has 3 % more tokens per second than the window before the try. Each failed try doubles the pause before the
+    next.
 
     ``n``: the current number of micro-batches.
     """
@@ -49,7 +50,7 @@ class MicroBatchSwitch:
         now, compute_s = perf_counter(), self._executor.compute_s()
         wall_s, busy_s = now - self._began, compute_s - self._compute_s
         speed, before = self._n_tokens / wall_s, self.n
-        if self._n_tokens >= 2 * _WINDOW:  # at least two requests a step: else there is nothing to split
+        if self._n_tokens >= 2 * _WINDOW:  # at least two requests per step; one request cannot be split
             self.n = self._choose(busy_s / _WINDOW, max(wall_s - busy_s, 0.0) / _WINDOW, speed)
         else:
             self.n = 1
@@ -74,6 +75,6 @@ class MicroBatchSwitch:
 
 
 def gain(compute_s: float, other_s: float) -> float:
-    """Return the predicted gain of two micro-batches over one."""
+    """Return the predicted speed of two micro-batches as a multiple of that of one. Arguments: T and b in seconds."""
     slowest = max(2 * compute_s, other_s, compute_s + other_s / 2)
     return (compute_s + other_s) / slowest if slowest > 0 else 1.0

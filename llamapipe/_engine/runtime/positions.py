@@ -2,8 +2,8 @@
 
 Open this file to change how images with a height and a width (M-RoPE, as in Qwen-VL) are counted.
 
-The principle: all other code counts tokens. An image of 4 × 6 rows is 24 tokens of a prompt. In such a model all 24
-rows are at one position, and the next token is max(4, 6) positions after it. The executor keeps the images of each
+The principle: all other code counts tokens. An image of 4 × 6 rows is 24 tokens of a prompt. In a model with M-RoPE all
+24 rows have one position, and the next token is max(4, 6) positions later. The executor keeps the images of each
 sequence, in order, and calls these functions to convert places to positions and back. No operation may divide an image,
 because llama.cpp removes cells by their position.
 """
@@ -43,7 +43,7 @@ def end_position(grids: Grids, n: int) -> int:
 
 
 def n_tokens_before(grids: Grids, end: int) -> int:
-    """Count the tokens whose positions are before ``end``."""
+    """Return the number of tokens whose positions are before ``end``."""
     n_less = 0
     for grid in grids:
         if end <= grid.begin - n_less:

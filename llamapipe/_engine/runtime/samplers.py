@@ -4,9 +4,9 @@ Open this file when a new option must reach the native sampler, or when a vocabu
 
 The principle: work that depends only on the params and the vocabulary is done once. A ``SamplerFactory`` checks the
 params, compiles the constraint, and makes the native options. Requests with equal params share a factory, unless the
-params have logits processors; ``SamplerFactoryCache`` keeps the most recently used ones. A sampler is made when its
-request gets its first slot. If drawing its tokens may take long, because of a constraint or a logits processor, it is a
-``BackgroundSampler``.
+params have logits processors; ``SamplerFactoryCache`` keeps the most recently used factories. A sampler is made when
+its request gets its first slot. If a draw may take long, because of a constraint or a logits processor, the sampler is
+a ``BackgroundSampler``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llamapipe.structured.compile import GuideFactory
 
 _N_KEPT = 64
-_MOST_OF_TOKEN = 16  # characters of a prediction for each token that fits: longer ones take time and memory
+_MOST_OF_TOKEN = 16  # characters of a prediction per token of n_ctx; the rest would cost time and memory
 
 
 def choose_seed(params: SamplingParams) -> int:
@@ -43,12 +43,12 @@ def choose_seed(params: SamplingParams) -> int:
 
 
 class SamplerFactory:
-    """One SamplingParams resolved for a vocabulary. Creates the samplers of its requests.
+    """SamplingParams resolved for a vocabulary. Creates the samplers of requests with these params.
 
-    ``reasoning``: the markers around the reasoning that params limit, if any.
+    ``reasoning``: the markers around the reasoning that params limit; None: there is no reasoning to limit.
 
-    ``is_constrained``: the text must match a format. ``is_slow``: a sampler may take long, because of a constraint
-    or logits processors. ``allows_space``: a space may precede the text, without being part of it.
+    ``is_constrained``: the text must match a format. ``is_slow``: a draw may take long, because of a constraint or
+    logits processors. ``allows_space``: a space that is not part of the text may precede it.
 
     Raises InvalidRequestError for params that this vocabulary does not support and for constraints that cannot be
     compiled.
@@ -105,7 +105,7 @@ class SamplerFactory:
         self.is_constrained = self._guides is not None or params.grammar is not None
         self.is_slow = self.is_constrained or bool(params.logits_processors)
         self._takes_tokens = any(map(takes_tokens, params.logits_processors))
-        # How many of the last tokens each of those reads that look back: bad words, penalties, DRY; -1: all.
+        # How many of the last tokens bad words, penalties and DRY each read; -1: all.
         self._looks_back = list(map(len, self._bad_words))
         if params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._looks_back.append(params.repeat_last_n)
@@ -116,8 +116,8 @@ class SamplerFactory:
         """Return whether a space may precede the texts of ``choice``: running text continues "Answer:" with " yes".
 
         Without the space, a model would choose among tokens that it has hardly ever seen there. A token that is only a
-        space is just as rare before "yes", and ``max_tokens=1`` would end there, so this token is forbidden unless a
-        text needs it.
+        space is just as rare before "yes", and ``max_tokens=1`` would end the text after it. So this token is forbidden
+        unless a text needs it.
         """
         texts, vocab = self.params.choice, self._vocab
         if texts is None or len(set(texts)) < 2 or any(text[:1].isspace() for text in texts):
@@ -158,7 +158,7 @@ class SamplerFactory:
         return BackgroundSampler(build, budget, spec.share, is_python, spec.speculates)
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
-        """Reset a sampler to its request's changed sequence. Engine thread."""
+        """Reset a sampler to its request's changed sequence. For the engine thread."""
         change = partial(_reset, accepted=partial(self._accept, *self._accepted(request)))
         if isinstance(sampler, BackgroundSampler):
             sampler.rebuild(change)
@@ -247,7 +247,7 @@ class SamplerFactory:
             options.set_grammar(p.grammar)
         if self._reasoning is not None and p.reasoning_budget is not None:
             opens, ends, close, is_open = self._reasoning
-            # The message is the caller's, so the names of control tokens in it stay text.
+            # The message comes from the caller, so the names of control tokens in it stay text.
             tokens = self._vocab.tokenize(p.reasoning_budget_message or "", add_special=False)
             tokens += self._vocab.tokenize(close, add_special=False, parse_special=True)
             options.set_reasoning(p.reasoning_budget, opens, ends, tokens, is_open)
@@ -328,7 +328,7 @@ class SamplerFactoryCache:
         most = _MOST_OF_TOKEN * self._n_ctx
         if params.prediction is not None and len(params.prediction) > most:
             params = replace(params, prediction=params.prediction[:most])
-        # Equal processors need not be the same, and a cache must not keep them alive.
+        # Processors that compare equal may be different objects, and a cache must not keep them alive.
         if params.logits_processors:
             return SamplerFactory(params, self._vocab, self._n_ctx, self._dries, reasoning)
         return self._factories.get(

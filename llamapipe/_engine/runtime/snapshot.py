@@ -3,9 +3,9 @@
 Open this file to change the format of these bytes, or which engine may load them.
 
 The principle: a snapshot is loaded only where its cells mean the same. It has a header, a table of the states, the
-tokens as int32, llama.cpp's state of the whole sequence, the states of its prefixes, and a checksum. The header says
-what the cells depend on (``SnapshotFormat``). The checksum does not protect against forgery, so ``state_layout.py``
-reads each state before llama.cpp does.
+tokens as int32, llama.cpp's state of the whole sequence, the states of its prefixes, and a checksum. The header names
+the properties that the cells depend on (``SnapshotFormat``). The checksum does not protect against forgery, so
+``state_layout.py`` reads each state before llama.cpp does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SnapshotFormat(NamedTuple):
     """The properties that a snapshot and an engine must share.
 
     ``state_version`` is llama.cpp's version number for sequence states, which llama.cpp does not check itself.
-    ``states``: the form of this context's states; None: it is not known, and snapshots have only tokens.
+    ``states``: the layout of this context's states; None: unknown, so snapshots have only tokens.
     """
 
     fingerprint: bytes
@@ -41,14 +41,15 @@ class SnapshotFormat(NamedTuple):
     type_k: str
     type_v: str
     states: StateLayout | None
-    adapters: bytes = bytes(16)  # the digest of the set that the cells were computed with; zeros: none
+    adapters: bytes = bytes(16)  # digest of the adapters that computed the cells; zeros: none
 
 
 class Snapshot(NamedTuple):
-    """A sequence: ``tokens``, of which ``n_prompt`` were given, and the ``state`` of the first ``n_cells``.
+    """A sequence: ``tokens``, whose first ``n_prompt`` are the prompt, and the ``state`` of the first ``n_cells``.
 
-    ``active_from``: see Request. ``states``: the states of a memory that cannot go back after numbers of tokens, in
-    ascending order. ``is_stale``: the cells in ``state`` are right, but everything else in it belongs to a later place.
+    ``active_from``: see Request. ``states``: for a memory that cannot go back, pairs of a number of tokens and the
+    state after them, in ascending order. ``is_stale``: the cells in ``state`` are right, but its other parts belong to
+    a later place.
     """
 
     tokens: list[int]
@@ -66,7 +67,7 @@ def pack(snapshot: Snapshot, layout: SnapshotFormat) -> bytes:
 
 
 def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
-    """Return the bytes of a snapshot in parts, some of which are parts of its states."""
+    """Return the bytes of a snapshot in parts. Some parts are views of its states, so that these are not copied."""
     n_cells = snapshot.n_cells
     state: list[Bytes] = []
     states: list[tuple[int, list[Bytes]]] = []
@@ -74,7 +75,7 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
         try:
             state = layout.states.stored(snapshot.state, n_cells) if n_cells else []
             states = [(n, layout.states.stored(data, n, True)) for n, data in snapshot.states]
-        except StateError:  # another memory than its empty states have shown: its tokens are computed again
+        except StateError:  # unlike the empty states: only the tokens are stored
             state, states = [], []
     head = _HEADER.pack(
         _MAGIC,
@@ -99,8 +100,9 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
 def unpack(data: Bytes, layout: SnapshotFormat, n_vocab: int) -> Snapshot:
     """Return the snapshot in ``data``, with states that a context of this layout can load.
 
-    The snapshot has no states if their form is not known. Raises InvalidRequestError for bytes that are not a snapshot,
-    are damaged, or belong to another model or other types of keys and values.
+    The snapshot has no states if ``layout.states`` is None. Raises InvalidRequestError for bytes that are not a
+    snapshot, are damaged, or belong to another model, other adapters, another llama.cpp, or other types of keys and
+    values.
     """
     kind, version = bytes(data[: len(_KIND)]), bytes(data[len(_KIND) : len(_MAGIC)])
     if kind == _KIND and version != _VERSION and len(data) >= _HEADER.size:

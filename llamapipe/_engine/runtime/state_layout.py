@@ -1,10 +1,10 @@
 """The layout of llama.cpp's sequence states, which is checked before a state from elsewhere is loaded.
 
-Open this file when llama.cpp changes that layout (``state_version``), or gets a kind of memory with other parts.
+Open this file when llama.cpp changes this layout (``state_version``), or gets a kind of memory with other parts.
 
 The principle: a state from a file is read here first, part by part. llama.cpp compares the types and sizes of rows, but
-it trusts positions and asserts counts: a wrong count would end the process. So llama.cpp only gets states that a
-context of this model could have written.
+trusts positions and asserts counts: a wrong count would end the process. So llama.cpp only gets states that a context
+of this model could have written.
 
 A state is a start, then parts. A part with *cells* has, for each stream of the context, the number of its cells, their
 table and their values; a window's part has only the last cells. The *recurrent* part has one row for each tensor. The
@@ -23,13 +23,13 @@ import numpy as np
 Bytes = bytes | bytearray | memoryview
 _START = struct.Struct("<Ii")  # magic, sequence
 _U32 = struct.Struct("<I")
-_RECURRENT = struct.Struct("<IiI")  # cells, position, sequences that are listed
+_RECURRENT = struct.Struct("<IiI")  # number of cells, position, number of listed sequences
 _VALUES = struct.Struct("<IIII")  # whether values are transposed, layers, rotations of keys and of values
 _ROWS = struct.Struct("<iQ")  # type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # type, bytes of an element, elements
 _CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("sequence", "<i4")])
 _GRID_CELL = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("grid", "<i4", 3), ("sequence", "<i4")])
-_MOST_TYPES = 64  # of ggml
+_MOST_TYPES = 64  # an upper limit of ggml's type numbers
 
 
 class Saved(Protocol):
@@ -56,7 +56,7 @@ class _Reader:
         self.at = 0
 
     def skip(self, n: int) -> int:
-        """Skip ``n`` bytes and return where they begin."""
+        """Skip ``n`` bytes and return the offset of the first one."""
         begin = self.at
         if n > len(self.data) - begin:
             raise StateError(f"its state has {len(self.data)} bytes and should have at least {begin + n}")
@@ -74,10 +74,10 @@ class _Reader:
 class StateLayout:
     """The layout of one context's states.
 
-    ``n_streams``: the number of streams of KV cells. ``n_caches``, ``n_windows``: the number of parts with cells in a
-    whole state and in a partial state, which has only what cannot go back. ``rows``: the headers of the recurrent rows;
-    empty if there is no recurrent part. ``has_values``: cells have values besides keys. ``has_grid``: cells have
-    positions of several kinds.
+    ``n_streams``: the number of streams of KV cells. ``n_caches``, ``n_windows``: the numbers of parts with cells in a
+    whole state, and in a partial state, which has only the parts that cannot go back. ``rows``: the headers of the
+    recurrent rows; empty if there is no recurrent part. ``has_values``: cells have values besides keys. ``has_grid``:
+    cells have positions of several kinds (M-RoPE).
     """
 
     n_streams: int
@@ -91,7 +91,7 @@ class StateLayout:
     def of_empty(
         cls, whole: bytes, partial: bytes, n_streams: int, has_values: bool, has_grid: bool
     ) -> StateLayout | None:
-        """Find the layout of a context from both states of an empty sequence; None if it has unknown parts."""
+        """Return a context's layout, read from both states of an empty sequence; None if there are unknown parts."""
         try:
             n_caches, rows = _parts_of_empty(whole, n_streams)
             n_windows, rows_of_partial = _parts_of_empty(partial, n_streams)
@@ -104,14 +104,14 @@ class StateLayout:
     def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
         """Return the parts of a context's state of ``n`` tokens in stored form.
 
-        Raises StateError for another layout.
+        ``only_state``: the state is a partial one. Raises StateError for another layout.
         """
         return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        """Return a stored state of ``n`` tokens in this context's layout, and whether it was saved at their end.
+        """Return a stored state of ``n`` tokens in this context's layout, and whether its cells end there.
 
-        If not, only its cells can be used, together with another state. Raises StateError.
+        If they do not, only the cells can be used, with another state. Raises StateError for another layout.
         """
         parts, is_last = self._rewritten(stored, n, only_state, 1, self.n_streams)
         return b"".join(parts), is_last
@@ -193,7 +193,7 @@ class StateLayout:
 
 
 def _parts_of_empty(state: bytes, n_streams: int) -> tuple[int, tuple[bytes, ...]]:
-    """Return the parts with cells in the state of an empty sequence, and the headers of its recurrent rows.
+    """Return the number of parts with cells in the state of an empty sequence, and the headers of its recurrent rows.
 
     The first header describes the whole part. Raises StateError for unknown parts.
     """

@@ -3,7 +3,7 @@
 Open this file when closing, forking or Ctrl-C leaves an engine in a bad state.
 
 The principle: callers never touch the scheduler or the context. They put commands into the inbox, and the loop executes
-them between two steps, in order. Nothing here knows how steps are planned or run.
+the commands between two steps, in order. Nothing here knows how steps are planned or run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ if hasattr(os, "register_at_fork"):
 class EngineThread:
     """Runs an ``EngineLoop`` on its thread, from ``start`` to ``close``. Methods are for any thread.
 
-    ``forked``: this process is a child that was forked from the engine's, so the thread does not exist here. It is a
-    plain attribute, because readers check it once per token. ``dispatcher``: wakes the mailboxes of this engine's
-    callers.
+    ``forked``: this process was forked from the engine's process, so the thread does not exist here. This is a plain
+    attribute, because readers check it once per token. ``dispatcher``: wakes the mailboxes of this engine's callers.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -60,8 +59,8 @@ class EngineThread:
         self._inbox = loop.inbox
         self._lock = Lock()  # no request is submitted after the command that ends the loop
         self._closing = False
-        self._stopped = False  # the command that ends the loop was sent, or will be now
-        self._lists: dict[object, Callable[[], None]] = {}  # lists of which a part is not submitted yet
+        self._stopped = False  # the command that ends the loop was sent, or is about to be
+        self._lists: dict[object, Callable[[], None]] = {}  # by list: submits its remaining part
         self._thread = threading.Thread(target=loop.run, name=_THREAD_NAME, daemon=True)
 
     def __repr__(self) -> str:
@@ -86,7 +85,7 @@ class EngineThread:
         return self._closing
 
     def in_child(self) -> bool:
-        """Return whether the thread belongs to another process, even after a fork in C code, which runs no hooks."""
+        """Return whether the thread belongs to another process; detects even forks in C code, which run no hooks."""
         return self.forked or self._pid != os.getpid()
 
     def check_caller(self) -> None:
@@ -110,9 +109,9 @@ class EngineThread:
 
     # ---- commands
     def submit(self, *requests: Request, of_list: bool = False) -> None:
-        """Queue new requests, so that one step takes them all if it can. Raises EngineClosedError.
+        """Queue new requests as one command, so that one step can take them all. Raises EngineClosedError.
 
-        ``of_list``: they belong to a list that was submitted before ``close``.
+        ``of_list``: the requests belong to a list that was begun before ``close``.
         """
         with self._lock:
             if not of_list or self._stopped:
@@ -143,7 +142,7 @@ class EngineThread:
         """
         caller = threading.current_thread()
         is_single = True
-        # As threading.enumerate(), but without its lock, which an interrupted thread may keep (llamapipe/locks.py).
+        # Like threading.enumerate(), but without its lock, which an interrupted thread may keep (llamapipe/locks.py).
         for thread in list(threading._active.values()):  # type: ignore[attr-defined]
             if thread is not caller and thread.name not in _OURS:
                 is_single = False
@@ -154,7 +153,7 @@ class EngineThread:
         self._inbox.single_caller = False
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Submit a request that continues the sequence of a resumable one that does not run."""
+        """Submit a request that continues the sequence of ``parent``, a resumable request that does not run."""
         self._inbox.put(self.loop.fork, parent, child)
 
     def change(self, request: Request, n_keep: int | None, tokens: Sequence[int]) -> None:
@@ -162,7 +161,7 @@ class EngineThread:
         self._inbox.put(self.loop.change, request, n_keep, tokens)
 
     def restore(self, request: Request, snapshot: Snapshot) -> None:
-        """Submit a resumable request whose first cells are given as bytes."""
+        """Submit a resumable request with the cells and states of a snapshot."""
         self._inbox.put(self.loop.restore, request, snapshot)
 
     def release(self, request: Request) -> None:
@@ -184,7 +183,7 @@ class EngineThread:
     def ask(self, question: Callable[[], T]) -> T:
         """Call a function on the engine thread between two steps, or here after the thread's end. Return its result.
 
-        Raises what the function raised, EngineClosedError in a forked process, RuntimeError on the engine thread.
+        Raises the function's error, EngineClosedError in a forked process, RuntimeError in the engine's own threads.
         """
         self.check_caller()  # before the lock: in a forked child another thread may hold it forever
         replies: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
@@ -245,7 +244,7 @@ class EngineThread:
         for submit_rest in list(self._lists.values()):
             submit_rest()
         with self._lock:
-            # A second call without drain cancels what the first one waits for: Ctrl-C, then exit.
+            # After Ctrl-C, the exit calls this again, without drain. It cancels what the first call waits for.
             if not self._stopped or not drain:
                 self._stopped = True
                 self._inbox.put(self.loop.stop, drain)

@@ -9,12 +9,12 @@ from bisect import bisect_left
 
 from llamapipe.results import TimeHistogram
 
-# Powers of two from 0.25 ms to 128 s.
+# Powers of two in milliseconds, from 0.25 ms to 131 s.
 BOUNDS_S = tuple(2.0**i / 1000 for i in range(-2, 18))
 
 
 class TimeCounter:
-    """A histogram of durations. One thread adds to it; any thread may copy it."""
+    """A histogram of durations in seconds. One thread adds to it; any thread may copy it."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)

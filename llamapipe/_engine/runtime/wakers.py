@@ -1,11 +1,11 @@
 """Wakes callers without the interpreter's lock: threads in native code, event loops through a pipe.
 
-Open this file to change how a thread sleeps, or how an event loop learns of its items.
+Open this file to change how a thread sleeps, or how an event loop learns that items wait for it.
 
 The principle: waking callers from Python releases the interpreter's lock for each caller, and the thread that takes the
 lock delays the next step. So native code reads the list of callers to wake during a launch (``LaunchWakeList``), and
-threads then wake one another in turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait, so
-none is lost.
+threads then wake one another in turn (``WakeQueue``). A wake without a waiting thread is kept for the next wait, so no
+wake is lost.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 Waiter = Any  # one thread at a time waits on it; a wake without a waiting thread is kept for the next wait
-_PATIENCE_S = 200e-6  # a reader's work for a token and its wake-up take 10 to 30 us
+_PATIENCE_S = 200e-6  # a slower reader stalls the queue; waking and reading a token take 10 to 30 us
 
 
 class WakeQueue:
-    """Waiting threads that are woken one after another: each wakes the next one when it waits again. Any thread.
+    """Wakes waiting threads one after another: each wakes the next one when it waits again. Any thread.
 
-    ``handle``: for native code. The constructor and ``waiter`` raise MemoryError.
+    ``handle``: the queue for native code. The constructor and ``waiter`` raise MemoryError.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class WakeQueue:
             raise MemoryError("no memory is left for waking threads")
 
     def next(self) -> None:
-        """Wake the next sleeping thread, or all if the last one takes long to wait again."""
+        """Wake the next sleeping thread, or all if the last woken thread takes long to wait again."""
         self._native.lib.lp_wake_queue_yield_turn(self.handle)
 
     def wake_all_if_stalled(self) -> None:
-        """Wake all remaining threads if the last one takes long. CPU launches call this while they compute."""
+        """Wake all remaining threads if the last woken one takes long. CPU launches do the same while they compute."""
         self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
 
     def all(self) -> None:
@@ -77,11 +77,9 @@ class WakeQueue:
 
 
 class LaunchWakeList:
-    """Threads and event loops to wake at the next launch.
+    """Threads and event loops to wake at the next launch. For the thread that launches.
 
-    It is in shared memory that native code reads, because a cffi call for each entry would release the GIL each time.
-
-    For the thread that launches.
+    The list is in memory that native code reads, because a cffi call for each entry would release the GIL each time.
     """
 
     def __init__(self, wake_queue: WakeQueue) -> None:
@@ -89,18 +87,18 @@ class LaunchWakeList:
         self._wake_queue = wake_queue
         self._fds = module.ffi.new("int[]", 4)
         self._waiters = module.ffi.new("lp_waiter *[]", 32)
-        self._kept: list[Waiter] = []  # the array only has their addresses
+        self._kept: list[Waiter] = []  # keeps the waiters alive: the array has only their addresses
         self.handle = module.ffi.new("lp_wake_list *")
         self.handle.queue = wake_queue.handle
         self.handle.fds, self.handle.waiters = self._fds, self._waiters
 
     @property
     def files(self) -> list[int]:
-        """The pipes that will get a byte."""
+        """The descriptors of the pipes that will get a byte."""
         return [self._fds[i] for i in range(self.handle.n_fds)]
 
     def add_file(self, fd: int) -> None:
-        """Add a non-blocking pipe."""
+        """Add the descriptor of a non-blocking pipe."""
         handle = self.handle
         n = handle.n_fds
         if n == len(self._fds):
@@ -127,7 +125,7 @@ class LaunchWakeList:
         self.handle.n_waiters = n
 
     def begin(self) -> None:
-        """Write the bytes and wake the first thread, as a launch does first."""
+        """Write the bytes and wake the first thread, as a launch does at its beginning."""
         self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
@@ -136,11 +134,11 @@ class LaunchWakeList:
 
 
 T = TypeVar("T")
-_MOST_RINGS = 64  # read at once; more would take memory from another allocator, and there are rarely two
+_MOST_RINGS = 64  # bytes of one read; a larger read uses another allocator, and there are rarely two bytes
 
 
 class LoopWaker(Generic[T]):
-    """The items that wait for one loop, and the pipe that the loop watches.
+    """The items that wait for one event loop, and the pipe that the loop watches.
 
     ``call_soon_threadsafe`` releases the GIL to write its byte. The loop's thread would wake immediately and hold the
     GIL while it has work, which would delay the next step.
@@ -153,8 +151,8 @@ class LoopWaker(Generic[T]):
         self._loop = loop
         self._take = take
         self._items: deque[T] = deque()
-        self._rung = False  # a ring is due, or was not answered yet
-        if sys.platform == "win32":  # where loops watch sockets at most
+        self._rung = False  # the pipe must get a byte, or has one that was not read yet
+        if sys.platform == "win32":  # event loops on Windows watch no pipes
             raise NotImplementedError
         self._read_end, self.fd = os.pipe()
         self._open = True
@@ -163,7 +161,7 @@ class LoopWaker(Generic[T]):
             os.set_blocking(self.fd, False)
             loop.add_reader(self._read_end, self._answer)
         except BaseException:
-            with suppress(Exception):  # Ctrl-C may have come when it was being watched already
+            with suppress(Exception):  # Ctrl-C may have arrived after the loop began to watch
                 loop.remove_reader(self._read_end)
             self.close()
             raise
@@ -176,7 +174,7 @@ class LoopWaker(Generic[T]):
     def put(self, item: T) -> bool:
         """Add an item. Return whether the loop's pipe must get a byte.
 
-        The byte is written by ``ring`` or through ``fd``. For the engine thread.
+        The caller writes the byte with ``ring`` or through ``fd``. For the engine thread.
         """
         self._items.append(item)
         if self._rung:  # checked after the append: the answer that resets it takes this item, too
@@ -186,23 +184,23 @@ class LoopWaker(Generic[T]):
 
     def ring(self) -> None:
         """Wake the loop. For the engine thread, and for the loop's own thread if Ctrl-C interrupted it."""
-        with suppress(BlockingIOError):  # full: it has been woken often enough
+        with suppress(BlockingIOError):  # the pipe is full, so the loop will wake anyway
             os.write(self.fd, b"\0")
 
     def _answer(self) -> None:
-        """Take all items. The loop's thread."""
+        """Take all items. For the loop's thread."""
         items, take = self._items, self._take
         try:
             try:
                 os.read(self._read_end, _MOST_RINGS)
             except BlockingIOError:
                 pass
-            finally:  # after the read, which would take the next byte, too; before the items: one may arrive now
+            finally:  # after the read, which takes all bytes; before the items, because an item may arrive now
                 self._rung = False
             while items:
                 take(items[0])
                 items.popleft()
-        except BaseException:  # Ctrl-C: if the loop continues, it gets the rest, and the interrupted item
+        except BaseException:  # Ctrl-C: if the loop continues, it gets the interrupted item and the rest
             self.ring()
             raise
 
@@ -226,6 +224,6 @@ class LoopWaker(Generic[T]):
             os.close(self.fd)
 
     def __del__(self) -> None:
-        # A loop that ended before it could leave: a watched pipe is not dropped.
+        # The loop ended before ``_leave`` ran. While a loop watches the pipe, the loop keeps this object alive.
         if getattr(self, "_open", False):
             self.close()

@@ -28,6 +28,12 @@ _NAME = re.compile(rf"(?:(?:({_PART}(?::\d+)?)/)?({_PART})/)?({_PART})(?::({_PAR
 _IN_STORE = re.compile(rf"{_PART}(?::\d+)?")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _LAYER = "application/vnd.ollama.image."
+# The numbers that a Modelfile and SamplingParams have in common.
+_WHOLE = {"top_k": 0, "repeat_last_n": -1, "seed": -1}  # with their minimums
+_RANGES = {
+    "temperature": (0, 1e6), "top_p": (0, 1), "min_p": (0, 1), "typical_p": (0, 1), "repeat_penalty": (1e-6, 1e6),
+    "presence_penalty": (-1e6, 1e6), "frequency_penalty": (-1e6, 1e6),
+}  # fmt: skip
 _MOST_BYTES = 2**20  # of a manifest, and of a text that a Modelfile sets
 
 
@@ -59,6 +65,22 @@ class StoredModel(NamedTuple):
         except (ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those of the parameters that are options of ``SamplingParams``, clamped to their ranges as in Ollama."""
+        values: dict[str, Any] = {}
+        for name, value in self.parameters.items():
+            if name in _RANGES and isinstance(value, (int, float)):
+                low, high = _RANGES[name]
+                values[name] = min(max(value, low), high)
+            elif name in _WHOLE and isinstance(value, (int, float)) and abs(value) < 2**31:
+                values[name] = max(int(value), _WHOLE[name])
+            elif name == "stop" and isinstance(value, list):
+                values[name] = [text for text in value if isinstance(text, str) and text]
+            elif name == "num_predict" and isinstance(value, int) and value > 0:  # else there is no limit
+                values["max_tokens"] = value
+        return values
 
 
 def folders() -> list[Path]:
@@ -144,14 +166,19 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
     Raises as ``find_stored`` does.
     """
+    stored = stored_of(path)
+    return None if stored is None else (stored.path, stored.name.removesuffix(f":{_TAG}"))
+
+
+def stored_of(path: str | os.PathLike[str]) -> StoredModel | None:
+    """Return the model ``ollama:NAME``; None for a file's path. Raises as ``find_stored`` does."""
     text = os.fsdecode(path)
     if not text.startswith(PREFIX):
         return None
     with suppress(OSError):  # too long for a path
         if Path(text).exists():
             return None
-    stored = find_stored(text.removeprefix(PREFIX))
-    return stored.path, stored.name.removesuffix(f":{_TAG}")
+    return find_stored(text.removeprefix(PREFIX))
 
 
 def shown_name(path: Path) -> str:

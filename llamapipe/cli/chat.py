@@ -37,7 +37,7 @@ from llamapipe.cli.options import (
     template_problem,
 )
 from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, usage_errors, utf8
-from llamapipe.ollama_models import PREFIX, find_stored, model_of
+from llamapipe.ollama_models import StoredModel, stored_of
 
 USAGE = "llamapipe chat [options] [MESSAGE]"
 DESCRIPTION = """\
@@ -84,11 +84,15 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    options = read_options(args, SAMPLING)
-    options.setdefault("max_tokens", None)
+    stored = None if args.model is None else stored_of(args.model)
+    options = {
+        "max_tokens": None,
+        **({} if stored is None else stored.sampling),
+        **read_options(args, SAMPLING),
+    }
     with usage_errors():
         params = lp.SamplingParams(**options)
-    conversation = _begun(args)
+    conversation = _begun(args, stored)
     message = args.message
     if message is not None:
         message = read_stdin().removesuffix("\n") if message == "-" else given_text(message)
@@ -114,21 +118,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _begun(args: argparse.Namespace) -> Conversation:
-    conversation = Conversation(_stored_system(args.model) if args.system is None else args.system)
+def _begun(args: argparse.Namespace, stored: StoredModel | None) -> Conversation:
+    """Return the conversation to continue. As in ``ollama run``, a new one has the system message of the Modelfile."""
+    system = args.system if args.system is not None or stored is None else stored.text("system") or None
+    conversation = Conversation(system)
     if args.load is not None:
         if args.system is not None:
             raise UsageError("--load and --system do not go together: the file has its own system message")
         with usage_errors("--load: "):
             conversation.load(args.load)
     return conversation
-
-
-def _stored_system(model: Path | None) -> str | None:
-    """Return the system message that a model of Ollama has in its Modelfile, as ``ollama run`` uses it; else None."""
-    if model is None or model_of(model) is None:
-        return None
-    return find_stored(str(model).removeprefix(PREFIX)).text("system") or None
 
 
 # ---- the conversation

@@ -50,7 +50,7 @@ from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import model_of, shown_name
+from llamapipe.ollama_models import model_of, shown_name, stored_of
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
@@ -624,12 +624,20 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
         "api_keys": () if is_model else _keys(args.api_key_file),
         "ollama": args.ollama is not None,
     }
-    if sampling := read_options(args, sampling_defaults()):
+    known = sampling_defaults()
+    sampling = read_options(args, known)
+    stored = None if args.model is None else stored_of(args.model)
+    if stored is not None:  # as in Ollama
+        names = {option.name for option in known}
+        sampling = {k: v for k, v in stored.sampling.items() if k in names} | sampling
+        if text := stored.text("system"):
+            values["system"] = text
+    if sampling:
         values["sampling"] = sampling
     values |= read_options(args, for_commands(*SERVER, *ACCESS, *LIMITS))
     if args.worker is not None:
         values.pop("mcp", None)  # the servers are those of the process that started this one
-    if "system" in values:  # also that of a models' file, which no parser has read
+    if getattr(args, "system", None) is not None:  # also that of a models' file, which no parser has read
         try:
             values["system"] = text_or_file(values["system"]).removesuffix("\n")
         except argparse.ArgumentTypeError as error:

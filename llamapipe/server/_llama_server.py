@@ -312,7 +312,7 @@ async def props(exchange: Exchange) -> Response:
     """``GET /props``: the model's template and special tokens, and the defaults for requests."""
     state = exchange.server
     engine, model = state.engine, state.engine.model
-    defaults = generation_settings(SamplingParams(max_tokens=None))
+    defaults = generation_settings(SamplingParams(**{"max_tokens": None, **(state.settings.sampling or {})}))
     return JsonResponse(
         {
             "default_generation_settings": {"params": defaults, "n_ctx": engine.n_ctx},

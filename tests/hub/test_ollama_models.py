@@ -15,6 +15,7 @@ import pytest
 from support.ollama_store import put_model
 from support.run_script import environment, run_script
 from support.served import http_client
+from support.server_process import ServerProcess
 
 import llamapipe as lp
 from llamapipe import ollama_models
@@ -302,6 +303,49 @@ def test_a_conversation_has_the_system_message_of_the_modelfile(
     assert first == (
         {"role": "user", "content": "Hi"} if system is None else {"role": "system", "content": system}
     )
+
+
+def test_an_answer_has_the_parameters_of_the_modelfile(demo_store: Path) -> None:
+    pytest.importorskip("jinja2")
+    with lp.Model(lp.demo_model_path()) as model:
+        for options, n in (((), PARAMETERS["num_predict"]), (("-n", "9"), 9)):
+            command = [sys.executable, "-m", "llamapipe", "run", "mario", "Tell a story", *options]
+            env = environment({"OLLAMA_MODELS": str(demo_store)})
+            said = subprocess.run(command, env=env, capture_output=True, timeout=120, check=True).stdout
+            assert abs(len(model.tokenize(said.decode().strip(), add_special=False)) - n) <= 1, said
+
+
+def test_parameters_as_sampling_options(store: Path) -> None:
+    set_here = {
+        "temperature": -1,
+        "top_k": 12.0,
+        "top_p": 7,
+        "stop": ["a", ""],
+        "num_predict": 5,
+        "num_ctx": 99,
+    }
+    put_model(
+        store, f"{LIBRARY}/a/latest", b"GGUF", params=json.dumps(set_here | {"seed": "x", "min_p": None})
+    )
+    values = find_stored("a").sampling
+    assert values == {"temperature": 0, "top_k": 12, "top_p": 1, "stop": ["a"], "max_tokens": 5}
+    assert lp.SamplingParams(**values).top_k == 12
+
+
+@pytest.mark.parametrize("options", [(), ("--temp", "0.25", "--system", "Be very brief, and kind.")])
+def test_a_server_has_the_settings_of_the_modelfile(
+    demo_store: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """In every API, unless the command line says otherwise."""
+    sizes = {}
+    for name in ("demo", "mario"):
+        with ServerProcess("-m", f"ollama:{name}", "--n-ctx", "256", *options, cwd=tmp_path) as server:
+            params = httpx.get(f"{server.url}/props").json()["default_generation_settings"]["params"]
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+            sizes[name] = answer["usage"]["prompt_tokens"]
+    assert params["temperature"] == (0.25 if options else PARAMETERS["temperature"])
+    assert (sizes["mario"] > sizes["demo"]) == (not options)
 
 
 def test_doctor_and_serve(demo_store: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -409,12 +410,23 @@ def float_of(scale: float) -> float:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file; one named ``hf:…`` is downloaded from the hub. Raises as ``hub.model_file`` does."""
-    if not isinstance(path, str) or not path.startswith("hf:"):
-        return path_of(path)
-    from llamapipe.hub import model_file, parse
+    """Return the path of a file; one named ``hf:…`` is downloaded from the hub.
 
-    return model_file(*parse(path))
+    Raises ModelLoadError for an address that is no file's path, and as ``hub.model_file`` does.
+    """
+    from llamapipe.hub import PREFIX, hub_name, model_file, parse
+
+    if isinstance(path, str) and path.startswith(PREFIX):
+        return model_file(*parse(path))
+    file = path_of(path)
+    if isinstance(path, str) and ("://" in path or hub_name(path) is not None):
+        with suppress(OSError):  # too long for a path
+            if file.exists():
+                return file
+        name = hub_name(path)
+        fix = "download the file and give its path" if name is None else f"write {name}"
+        raise ModelLoadError(f"{path} is an address, not a file; {fix}")
+    return file
 
 
 def check_adapter_name(name: object) -> str:

@@ -824,7 +824,7 @@ def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal
         repo_id, filename = parse(value)
         return model_file(repo_id, filename or MMPROJ)
     try:
-        return path_of(value)
+        return local_file(value)
     except TypeError:
         raise TypeError(f"mmproj must be a path, a bool or None, not {type(value).__name__}") from None
 

@@ -200,8 +200,9 @@ class ServerSettings:
             if not isinstance(value, str) and (value is not None or name == "reasoning"):
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")
         if self.reasoning not in ("off", "auto") and not re.fullmatch("[0-9]{1,9}", self.reasoning):
+            also = " (auto: as the model's template has it)" if self.reasoning == "on" else ""
             raise ValueError(
-                f"reasoning is {quoted(self.reasoning)}; it must be off, auto or a number of tokens, such as 4096"
+                f"reasoning is {quoted(self.reasoning)}; it must be off, auto or a number of tokens, such as 4096{also}"
             )
         self.default_template_args()
         for name in ("media_urls", "mcp_urls"):

@@ -12,6 +12,7 @@ import pytest
 from support.gguf_document import ARRAY, STRING, Document, Tensor, unpack
 from support.gguf_models import find_source, tiny_model, tiny_variant
 
+import llamapipe as lp
 from llamapipe.errors import LlamapipeError, ModelLoadError
 from llamapipe.gguf.check import check_gguf
 
@@ -340,6 +341,23 @@ def test_a_missing_file_is_refused_with_its_neighbours(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path / "other.gguf" / "m.gguf")
     assert "cannot be read" in refusal(Path(f"{tmp_path}/nul\0.gguf"))
     assert "cannot be read" in refusal(tmp_path / ("n" * 300))
+
+
+@pytest.mark.parametrize(
+    ("address", "fix"),
+    [
+        ("https://huggingface.co/o/r", "write hf:o/r"),
+        ("hf.co/o/r:Q4_K_M", "write hf:o/r:Q4_K_M"),
+        ("https://example.com/a.gguf", "download the file and give its path"),
+        ("https://\0", "download the file and give its path"),
+        (f"https://{'a' * 5000}", "download the file and give its path"),
+    ],
+)
+def test_an_address_is_no_file(address: str, fix: str) -> None:
+    for use in (lp.Model, lambda path: lp.Model(lp.demo_model_path(), mmproj=path)):
+        with pytest.raises(ModelLoadError, match="is an address, not a file; ") as refused:
+            use(address)
+        assert str(refused.value).endswith(fix)
 
 
 def test_a_directory_is_refused_with_its_files(tmp_path: Path) -> None:

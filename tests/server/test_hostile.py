@@ -274,7 +274,7 @@ SCHEMA = '"type":"json_schema","json_schema":{"schema":DEEP}'
 NESTED = [  # path, body, the answer to a value within the limit
     ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a","x":DEEP}],"max_tokens":2}', 200),
     ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"chat_template_kwargs":{{"x":DEEP}}}}', 200),
-    ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"documents":[DEEP]}}', 200),
+    ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"documents":[DEEP]}}', 400),
     ("/v1/chat/completions", f'{{{USER},"max_tokens":2,"metadata":DEEP}}', 200),
     ("/v1/chat/completions", f'{{{USER},"tools":[{{{FUNCTION}}}]}}', 400),
     ("/v1/chat/completions", f'{{{USER},"response_format":{{{SCHEMA}}}}}', 400),

@@ -36,6 +36,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_other_modules_to_collect() -> None:
+    """Leave out also what the tests of other modules have imported and kept."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_set_of_authorities() -> Iterator[None]:
     """All HTTP clients share the certificate authorities, which each would read for 40 ms."""

@@ -755,6 +755,14 @@ def announce(
     host = sock.getsockname()[0]
     url = _url(sock)
     model = (settings.model_names or (stem,))[0]
+    # First: who waits for the address may then read what there is to say.
+    if not settings.api_keys and host not in ("127.0.0.1", "::1"):
+        print(
+            f"llamapipe: {host} can be reached from other machines, and no API key is required",
+            file=sys.stderr,
+        )
+    for line in _about_variables(settings):
+        print(f"llamapipe: {line}", file=sys.stderr)
     print(
         _ANNOUNCEMENT.format(
             model=model,
@@ -769,13 +777,6 @@ def announce(
         ),
         flush=True,
     )
-    if not settings.api_keys and host not in ("127.0.0.1", "::1"):
-        print(
-            f"llamapipe: {host} can be reached from other machines, and no API key is required",
-            file=sys.stderr,
-        )
-    for line in _about_variables(settings):
-        print(f"llamapipe: {line}", file=sys.stderr)
 
 
 # Variables that other servers read. A deployment that moves here may count on them.

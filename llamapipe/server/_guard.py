@@ -3,8 +3,8 @@
 A browser lets any page send requests to a server on the user's machine. Its headers ``Origin`` and ``Sec-Fetch-Site``
 describe the page, and ``Host`` has the name that the page uses for the server. There are three rules:
 
-- While the server listens on loopback, the host must be this machine. If a page's name first resolves to its own server
-and then to 127.0.0.1 (DNS rebinding), the browser sees the same origin; only ``Host`` shows the foreign name.
+- While the server listens on loopback, the host must be this machine. If a page's name first resolves to its own
+  server and then to 127.0.0.1 (DNS rebinding), the browser sees the same origin; only ``Host`` shows the foreign name.
 - The page must belong to this server, this machine, an editor or desktop app, or an origin in ``cors_origins``.
 - A body from a browser must be declared as JSON. Any page can send other types without the server's permission.
 

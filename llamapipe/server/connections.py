@@ -4,7 +4,7 @@ uvicorn's protocol over llhttp reads requests and writes answers. It trusts its 
 
 - limits on a request's head: bytes, fields and time, whatever the connection did before;
 - one request at a time: the next request of a connection is parsed once the client has received the last answer, and
-only a few bytes are read ahead. Otherwise, a client that sends requests without reading answers would fill the memory;
+  only a few bytes are read ahead. Otherwise a client that sends requests without reading answers would fill the memory;
 - answers in HTTP/1.1 to clients that offer HTTP/2 (``Upgrade: h2c``), and without chunks to clients of HTTP/1.0;
 - an orderly end: if the connection were closed immediately, a refused client that is still sending would lose the
   answer;

@@ -49,15 +49,16 @@ class ServerSettings:
 
     - ``model_names``: the names clients may use for the model; answers contain the first. Default: the file's name.
     - ``embedding_names``: the names of the embedding model, likewise.
-    - ``api_keys``: requests must have one of these as a bearer token or in ``x-api-key``. Empty: no key is required.
-    With several keys, each has a separate prefix cache, and requests of different keys take turns. Otherwise, requests
-    from different addresses take turns.
+    - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
+      With several keys, each has a separate prefix cache, and requests of different keys take turns; otherwise requests
+      of different addresses do.
     - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
       ``tauri://``, ``file://``, ``chrome-extension://`` …) always may; pages of other origins are answered with 403.
     - ``allow_hosts``: further names that clients may use for the server, ``("*",)`` for any. A server that listens on
-      loopback answers 403 to names that are not this machine's. Empty: a server on another address allows every name.
+      loopback answers 403 to names that are not this machine's; on other addresses every name is allowed while this is
+      empty.
     - ``max_body_bytes``: largest request body; larger ones are answered with 413.
     - ``max_bodies_bytes``: total size of the bodies that are being read or whose requests have no answer yet (for a
       stream, no token), beyond the first 64 KiB of each. Over the limit, the largest body of the client with the most
@@ -82,31 +83,32 @@ class ServerSettings:
       Anthropic's event ``ping``. 0: never.
     - ``grammar_timeout_s``: seconds of processor time that compiling and following a prompt's constraint may take;
       after that, its request fails. None: 30, the default of ``SamplingParams``.
-    - ``strict``: refuse hosted tools, and fields of a request that have no effect here, such as ``store``. Otherwise,
-    they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
-    - ``any_model_name``: any model name in a request means the served model, as in llama-server; an adapter's name
-    still means the adapter. Answers have the model's own name.
+    - ``strict``: refuse fields of a request that have no effect here, such as ``store``, and hosted tools. Otherwise
+      they are accepted, and the answer's header ``x-llamapipe-unused`` names them.
+    - ``any_model_name``: any name of a model in a request means the one that is served, as in llama-server; an
+      adapter's name still means the adapter. Answers have the model's own name.
     - ``slot_save_path``: a folder in which clients may save the KV cells of conversations, and from which they may load
       them. None: they may not.
-    - ``slot_transfer``: clients may download and upload the files in ``slot_save_path``.
+    - ``slot_transfer``: clients may download and upload these files.
     - ``lora_path``: a folder; clients may load the LoRAs in it, and unload them. None: they may not.
     - ``media_path``: a folder; ``file://`` addresses of images may name files below it. None: no files are read.
-    - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, from which images may be fetched. A host name that resolves to a
-    private address is refused; list the address itself to allow it. Empty: nothing is fetched.
+    - ``media_urls``: hosts, ``HOST`` or ``HOST:PORT``, that images may be fetched from. A host name that resolves to a
+      private address is refused; such an address must itself be listed. Empty: nothing is fetched.
     - ``fim_order``: whether a prompt for filling in begins with the prefix (``"psm"``) or the suffix (``"spm"``).
     - ``sampling``: defaults for options of ``SamplingParams`` that a request leaves out: sampler options, by name, and
       ``reasoning_budget_message``.
-    - ``reasoning``: how much a model may reason, for chats that do not say so. "off": not at all; the template turns
-    reasoning off, if it can, and reasoning that begins nevertheless is closed immediately. "auto": the template
-    decides. A number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON
-    object with arguments of the chat template; a request's arguments override them.
+    - ``reasoning``: for chats that do not say how much a model may reason. "off": not at all; the template turns it
+      off, if it can, and reasoning that begins nevertheless is closed immediately. "auto": the template decides. A
+      number: at most that many tokens (``SamplingParams.reasoning_budget``). ``template_args``: a JSON object with
+      arguments of the chat template; a request's arguments override them.
     - ``system``: the system prompt of conversations that have none, in every API; a system prompt in the request or in
       a Modelfile replaces it. Transcriptions and ``/apply-template`` do not use it.
-    - ``keep_requests``: the number of recent requests whose times ``/requests`` and the page show, without texts.
-    - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored; it is created if
-    necessary, and only its user may read it. None: nothing is stored. ``store_bytes``: its maximum size; beyond it, the
-    least recently used answers of the key with the most bytes are deleted. ``store_days``: answers are also deleted
-    after that many days without use.
+    - ``keep_requests``: the number of recent requests for which ``/requests`` and the page show where their time went,
+      without texts.
+    - ``store``: a file in which the answers of ``/v1/responses`` and conversations are stored; it is created if need
+      be, and only its user may read it. None: nothing is stored. ``store_bytes``: its maximum size, beyond which the
+      least recently used answers are deleted. ``store_days``: answers are also deleted after that many days without
+      use.
     - ``mcp``: a file of MCP servers, in the form that MCP clients read; requests to ``/v1/responses`` may name these
       servers by label. They are started with this server. None: there are none. ``mcp_urls``: hosts, as in
       ``media_urls``, on which requests may name MCP servers by address. Empty: they may not. ``mcp_timeout_s``: seconds

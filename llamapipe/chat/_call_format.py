@@ -333,7 +333,7 @@ class TemplateProbe:
         """Render a conversation; return an empty text if the template refuses it."""
         try:
             return self._render(messages, tools=tools, add_generation_prompt=prompt, **(switches or {}))
-        except Exception:  # a template may refuse with an error of its own or of jinja2
+        except Exception:  # a template may refuse with its error or with one of jinja2
             return ""
 
     # ---- tool calls

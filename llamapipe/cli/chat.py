@@ -85,11 +85,8 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     stored = None if args.model is None else stored_of(args.model)
-    options = {
-        "max_tokens": None,
-        **({} if stored is None else stored.sampling),
-        **read_options(args, SAMPLING),
-    }
+    set_there = {} if stored is None else stored.sampling
+    options = {"max_tokens": None, **set_there, **read_options(args, SAMPLING)}
     with usage_errors():
         params = lp.SamplingParams(**options)
     conversation = _begun(args, stored)

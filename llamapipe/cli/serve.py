@@ -755,7 +755,7 @@ def announce(
     host = sock.getsockname()[0]
     url = _url(sock)
     model = (settings.model_names or (stem,))[0]
-    # First: who waits for the address may then read what there is to say.
+    # The warnings come first: a program that waits for the address can then read them.
     if not settings.api_keys and host not in ("127.0.0.1", "::1"):
         print(
             f"llamapipe: {host} can be reached from other machines, and no API key is required",

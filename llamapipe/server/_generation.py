@@ -314,7 +314,7 @@ def template_args(arguments: Mapping[str, Any] | None, effort: str | None, field
 
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-_MOST_NOTED = 8
+_MOST_NOTED = 8  # names in the header
 
 
 async def note_unread(
@@ -322,7 +322,7 @@ async def note_unread(
 ) -> None:
     """Note the template arguments of a request that the model's template does not read. Raises ApiError 400.
 
-    An answer without its ``documents`` would be another one, so they are refused.
+    ``documents`` are refused then, because the answer would look as if the model had read them.
     """
     if not arguments and not documents:
         return

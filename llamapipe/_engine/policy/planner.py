@@ -57,7 +57,7 @@ _slot_of_chunk, _last = attrgetter("request.slot"), itemgetter(-1)
 LEAST_CHUNK = 64  # prompt tokens; llama.cpp's attention on a CPU works in tiles of this size
 _MARGIN = 0.9  # of the limit: times vary, and tokens are sampled and delivered as well
 _KEPT = 0.9  # each observation multiplies the weight of the earlier ones by this
-_LEAST_ROWS = 4  # a step may always have so many scored tokens
+_LEAST_ROWS = 4  # the scored tokens that a step may have in any case
 _FIRST_ROWS = 8  # the limit on scored tokens until their cost is known
 
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 from llamapipe._engine.policy.core import Request, State
 from llamapipe._engine.policy.turns import Claim
 
-_MAX_COUNTED = 256  # at most so many tokens to generate count as cost; few requests generate their max_tokens
+_MAX_COUNTED = 256  # the most tokens to generate that count as cost, because few requests reach max_tokens
 _Heap = list[tuple[tuple[int, int, int], Request]]
 
 

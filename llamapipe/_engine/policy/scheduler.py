@@ -53,7 +53,7 @@ from llamapipe.errors import NoToken
 _LATER = int(NoToken.LATER)  # a plain int, because every step compares with it
 # The sum of gaps between decoding requests over steps, before gaps are closed: new requests may fill them.
 _LEAST_GAPS = 8
-# A padding token takes at least as long as moving so many cells; with large models it takes longer.
+# A padding token takes at least as long as moving this number of cells, and longer with large models.
 _CELLS_PER_GAP = 200
 
 
@@ -529,7 +529,7 @@ class Scheduler:
         return [pair for pair in taken if pair[1] != _LATER] if _LATER in sampled else taken
 
     def _commit_guesses(self, plan: BatchPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Commit a step with guessed tokens; see ``commit``. Rows were drawn from only as far as guesses were right."""
+        """Commit a step with guessed tokens; see ``commit``. No row after a wrong guess was drawn from."""
         taken: list[tuple[Request, int]] = []
         gate, before = self.gate, None
         n_drawn: dict[Request, int] = {}

@@ -200,7 +200,7 @@ class BackgroundSampler:
     def expect(self, tokens: Sequence[int]) -> int:
         """Begin to compute the masks of the rows after guessed tokens, unless they are known.
 
-        Returns how many of the tokens may follow, as far as known; unknown tokens count. If the caller adds tokens one
+        Returns how many of the tokens may follow. A token that is not known yet counts. If the caller adds tokens one
         by one, as they are drafted, almost all are known. GBNF has no masks, but its tokens are also checked.
         """
         chain = self._chain

@@ -59,7 +59,7 @@ from llamapipe.locks import Lock
 DISK_THREAD_NAME = "llamapipe-disk-cache"
 PATIENCE_S = 20.0  # how long a request waits for a file before its tokens are computed
 MIN_GAIN = 64  # tokens that a request must gain to wait for a file, and a sequence to be written
-REST_S = 0.5  # an engine must be idle for so many seconds before each sequence that is copied to be written
+REST_S = 0.5  # seconds for which an engine must be idle before it copies each sequence to be written
 GROWTH = 16  # until the end, a sequence is written again only when it has grown by one part in this many
 CLOSE_S = 10.0  # maximum seconds of writing when an engine is closed
 _MOST_WAITING = 2  # sequences that wait to be written; each takes host memory
@@ -364,7 +364,7 @@ class DiskCache:
             self._offered.clear()
             self._warn(error)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                with suppress(OSError):  # other programs have filled the disk meanwhile
+                with suppress(OSError):  # other programs may have filled the disk
                     self._make_room(0)
             return
         if entry is None:

@@ -4,9 +4,9 @@ Open this file to change the order in which images are encoded.
 
 The principle: an image delays only its own request. The request waits in ``Waiting.preparing`` until its images are
 encoded, and then for a slot. Other requests lose only the cores that encoding takes: the engines of the process give
-up these cores meanwhile (``process_budget``). Encoding an image, or a tile of one, takes half of the cores, or all of
-them if no engine computes when it begins. Requests with equal images share the object that holds the rows, so each
-image is encoded once.
+up these cores while an image is encoded (``process_budget``). Encoding an image, or a tile of one, takes half of the
+cores, or all of them if no engine computes when it begins. Requests with equal images share the object that holds the
+rows, so each image is encoded once.
 
 Higher priorities come first. Among equal priorities, the shares take turns after each image or tile. Within a share the
 oldest request comes first. So a client's image waits for at most one image or tile of each other client.

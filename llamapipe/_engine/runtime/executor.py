@@ -65,7 +65,7 @@ _is_native, _handle = attrgetter("is_native"), attrgetter("handle")
 
 
 class Executor(Protocol):
-    """The engine loop's interface to a context. An executor accepts only samplers of its own kind.
+    """The engine loop's interface to a context. An executor accepts only samplers that were made for its kind.
 
     ``overlaps``: a launch returns before its step is computed, so there is time for other work before ``sample``.
     ``late_errors``: ``sample`` raises the errors of a launch. ``depth``: maximum number of steps launched but not
@@ -185,7 +185,7 @@ class Executor(Protocol):
         """Leave the cores to other engines, because nothing is launched until a caller asks for it."""
 
     def compute_s(self) -> float:
-        """Return the seconds of computing so far, as far as the device has reported them."""
+        """Return the seconds of computing that the device has reported."""
 
     def stats(self) -> dict[str, Any]:
         """Return counters for EngineStats. Any thread."""
@@ -376,7 +376,7 @@ class StepExecutor:
     def _load_parts(
         self, seq_id: int, n: int, cells: SavedCells | None, state: int, grids: Grids | None
     ) -> bool:
-        """Give a sequence the first ``n`` of its own cells, or of ``cells``, and a saved state (-1: none)."""
+        """Give a sequence its first ``n`` cells, or the first of ``cells``, and a saved state (-1: none)."""
         null, saved = self._native.ffi.NULL, self._saved.get(state)
         if grids is None or (state >= 0 and saved is None):
             if cells is not None:

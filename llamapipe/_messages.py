@@ -708,7 +708,7 @@ def _explained(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]
 _LEAST_LIKE = 0.7  # a suggestion that is less like the option misleads
 
 
-def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str] = ()) -> str:
+def about_option(wrong: str, command: str, known: Iterable[str], fields: Container[str]) -> str:
     """Return what to add to a message about an unknown option: its name here, advice, the nearest name, or nothing.
 
     ``known``: the options of the command. ``fields``: the fields of requests, if the command is a server.

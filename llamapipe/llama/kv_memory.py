@@ -134,7 +134,7 @@ def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int, arch: str = "") ->
     return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width, arch)
 
 
-def n_draft_states(n_ctx: int, width: int, arch: str = "") -> int:
+def n_draft_states(n_ctx: int, width: int, arch: str) -> int:
     """Return how many of a sequence's last states are always kept. Up to twice as many may be kept."""
     if arch == ASSISTANT:
         return min(_ASSISTANT_STATES, n_ctx)

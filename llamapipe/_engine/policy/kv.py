@@ -703,8 +703,8 @@ class KvCache:
         tokens: Sequence[int],
         cache_key: Hashable,
         n_bytes: int,
-        pinned_by: Request | None = None,
-        is_stale: bool = False,
+        pinned_by: Request | None,
+        is_stale: bool,
     ) -> int | None:
         """Add saved cells from elsewhere, such as the disk. Return their key; None if there is no room.
 

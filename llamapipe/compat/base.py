@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe._messages import INSTEAD, instead_of, quoted, unknown_attribute, wrong_option
+from llamapipe._messages import instead_of, quoted, unknown_attribute, wrong_option
+from llamapipe._names_elsewhere import INSTEAD
 from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.compat import formats, options
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params

@@ -10,12 +10,13 @@ from typing import Any
 from llamapipe._messages import quoted
 from llamapipe.chat._answer_grammar import AnswerGrammar, CallableTool, GrammarWriter
 from llamapipe.chat._answer_markers import AnswerMarkers, MarkerProbe
-from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Render, Style, TemplateProbe, n_tags, segments
+from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Style, n_tags, segments
 from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
 from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony
 from llamapipe.chat._lark import Literals, SpecialId
 from llamapipe.chat._tagged_arguments import TaggedArguments
+from llamapipe.chat._template_probe import Render, TemplateProbe
 from llamapipe.chat.options import LimitedReasoning
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool

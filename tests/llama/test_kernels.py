@@ -84,11 +84,13 @@ def test_all_matrices_are_packed_into_little_more_than_they_take_in_the_file(pac
     assert sum(sizes) <= packed.packed_bytes <= 1.03 * sum(sizes)
 
 
-def test_none_is_packed_with_ggmls_kernels(plain: lp.Model) -> None:
+def test_ggmls_kernels_pack_no_weights(plain: lp.Model) -> None:
     assert (plain.kernels, plain.n_packed_tensors, plain.packed_bytes) == ("ggml", 0, 0)
 
 
-def test_both_compute_the_same_but_for_rounding(packed: lp.Model, plain: lp.Model) -> None:
+def test_packed_and_plain_weights_compute_the_same_but_for_rounding(
+    packed: lp.Model, plain: lp.Model
+) -> None:
     """With random weights, ggml's own results differ as much between batches of other sizes."""
     differences = log_probabilities(packed) - log_probabilities(plain)
     assert np.abs(differences).max() < 0.3 and np.abs(differences).mean() < 0.05

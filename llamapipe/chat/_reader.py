@@ -8,7 +8,6 @@ later text never reverses the decision.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
+from llamapipe.chat.results import ChatPiece, ToolCallDelta, decoded_json, new_call_id
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -212,7 +211,7 @@ class TextBuffer:
         if not scanner.done and is_open:
             raise Malformed
         try:
-            value = json.loads(text)
+            value = decoded_json(text)
         except (ValueError, RecursionError):
             raise Malformed from None
         show(piece if is_open else text)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 from llamapipe._messages import quoted
 from llamapipe.chat._argument_values import python_value
 from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style
 from llamapipe.chat._reader import Malformed, TextBuffer
+from llamapipe.chat.results import decoded_json
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import json_type, pointer_to, resolved
 
@@ -208,7 +210,7 @@ class TaggedArguments:
             return _literal(text)
         if "any" in types:
             try:
-                return json.loads(text)
+                return decoded_json(text)
             except (ValueError, RecursionError):
                 types = {"string", *_PYTHON}
         inner = text if types == {"string", "null"} else text.strip()
@@ -322,7 +324,7 @@ def _in_range(schema: dict[str, Any], value: float) -> bool:
         schema.get("minimum", value) <= value <= schema.get("maximum", value)
         and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
         and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
-        and (step is None or value % step == 0)
+        and (step is None or Fraction(str(value)) % Fraction(str(step)) == 0)  # 0.3 is a multiple of 0.1
     )
 
 
@@ -334,7 +336,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 def _literal(text: str) -> Any:
     """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError for other text."""
     try:
-        return json.loads(text)
+        return decoded_json(text)
     except RecursionError:
         raise ValueError from None
     except ValueError as e:

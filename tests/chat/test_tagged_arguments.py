@@ -151,3 +151,40 @@ def test_a_value_of_json_may_contain_its_end(name: str, value: Any) -> None:
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
         assert [call.arguments for call in answer.tool_calls] == [{"a": value, "b": "x"}]
         assert answer.content == ""
+
+
+def read(schema: Any, text: str) -> ChatMessage:
+    """The answer that consists of one call with this text as its argument."""
+    parser = FORMAT.parser((Tool("f", "", of({"a": schema})),), "auto", prompt_tail=FAMILY.tail)
+    said = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    return ChatMessage([parser.feed(said), parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "number"}, "1e400", 10**400),
+        ({"type": "object"}, '{"b": [-1.5e400]}', {"b": [-15 * 10**399]}),
+        ({}, "1e400", 10**400),
+        ({}, "NaN", "NaN"),
+        ({}, "-Infinity", "-Infinity"),
+        ({}, "1e5000", "1e5000"),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.5}, {"type": "string"}]}, "1e400", 10**400),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.3", 0.3),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.35", "0.35"),
+    ],
+)
+def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> None:
+    """The arguments are JSON, which has no Infinity, and the value is the one that was written."""
+    (call,) = read(schema, text).tool_calls
+    assert call.arguments == {"a": value}
+    assert call.arguments_text == json.dumps({"a": value})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({"type": "number"}, "NaN"), ({"type": "array"}, "[Infinity]"), ({"type": "number"}, "1e5000")],
+)
+def test_what_is_no_number_in_json_is_no_argument(schema: Any, text: str) -> None:
+    answer = read(schema, text)
+    assert answer.tool_calls == () and text in answer.content

@@ -327,11 +327,42 @@ class SchemaGrammar:
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
         """Write the alternatives. ``oneOf`` means ``anyOf`` here, because ``_logic`` makes its schemas exclusive."""
-        options = node[keyword]
-        elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
+        elements = []
+        for i, option in enumerate(node[keyword]):
+            place = f"{pointer}/{keyword}/{i}"
+            narrowed = self._narrowed(place, option, node["type"]) if "type" in node else option
+            elements.append(self._element(place, narrowed))
         return " | ".join(element for element in elements if element is not None) or self._nothing(
             pointer, keyword
         )
+
+    def _narrowed(self, pointer: str, option: Any, kinds: str | list[str]) -> Any:
+        """Return an alternative with only the types in ``kinds``, which stand beside the alternatives.
+
+        Returns False if the alternative has none of these types.
+        """
+        part = target(self.root, option, is_plain=True)
+        if part is False:
+            return False
+        part = part if isinstance(part, dict) else {}
+        values = listed_values(self.root, part)
+        if values is not None and not any(_fits(value, {"type": kinds}) for value in values):
+            return False
+        listed = part.get("type", list(OF_TYPE))
+        names = [listed] if isinstance(listed, str) else listed
+        both = [kind for kind in names if kind in kinds or (kind == "integer" and "number" in kinds)]
+        if "number" in names and "number" not in both and "integer" in kinds and "integer" not in both:
+            both.append("integer")
+        if not both:
+            return False
+        if "type" in part and set(both) == set(names):
+            return option
+        places = (resolved(self.root, other.get("$ref")) for other in self._parts.values())
+        is_shared = any(place is not None and place[0] == pointer for place in places)
+        if is_shared or (isinstance(option, dict) and "$ref" in option):
+            self._fail(pointer, "type", f"it cannot be applied to a reference here: {_NOT_COMBINED}")
+        self._parts[pointer] = {**part, "type": both}
+        return self._parts[pointer]
 
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
         kinds = node.get("type", list(OF_TYPE))

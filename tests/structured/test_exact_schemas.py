@@ -291,6 +291,42 @@ def test_what_cannot_be_written_is_refused(demo: lp.Model, schema: Any, message:
         compile_guide(demo, json_schema=schema)
 
 
+_UNIQUE: dict[str, Any] = {"items": {"enum": [1, 2]}, "uniqueItems": True}
+_VALUES = ["[1]", "[1,1]", "{}", "true", "null", "1", "1.5", '"a"', '"b"']
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "right"),
+    [
+        (["boolean", "string"], [{"type": "array", **_UNIQUE}, {"type": "string"}], ['"a"', '"b"']),
+        ("string", [_UNIQUE], ['"a"', '"b"']),
+        (["array", "string"], [_UNIQUE, {"enum": ["a", 1]}], ["[1]", '"a"', '"b"']),
+        (["array", "string"], [{"type": "array", **_UNIQUE}, {"enum": [1, 2]}], ["[1]"]),
+        (["array", "integer"], [{"type": "array", **_UNIQUE}, {"type": "number"}], ["[1]", "1"]),
+        (["array", "number"], [{"type": "array", **_UNIQUE}, {"type": "integer"}], ["[1]", "1"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, True], ["[1]", "[1,1]", "null"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, False], ["[1]"]),
+        (["array", "null"], [{"anyOf": [_UNIQUE]}, {"type": "string"}], ["[1]", "null"]),
+        (["array", "number"], [_UNIQUE, {"$ref": "#/$defs/n"}], ["[1]", "1", "1.5"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/n"}], ["[1]"]),
+        ("string", [{"pattern": "^(?=a)"}, {"enum": [1, LARGE]}], ['"a"']),
+        ("integer", [{"maximum": LARGE}], ["1"]),
+    ],
+)
+def test_types_beside_alternatives(demo: lp.Model, kinds: Any, options: list[Any], right: list[str]) -> None:
+    """A type beside them holds for each, also where one is written here."""
+    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}}}
+    check(demo, schema, right, [text for text in _VALUES if text not in right])
+
+
+def test_a_type_beside_references_is_not_ignored(demo: lp.Model) -> None:
+    schema = {"type": ["array", "null"], "anyOf": [_UNIQUE, {"$ref": "#/$defs/any"}], "$defs": {"any": {}}}
+    with pytest.raises(
+        InvalidRequestError, match="at #/anyOf/1: 'type': it cannot be applied to a reference"
+    ):
+        compile_guide(demo, json_schema=schema)
+
+
 def test_errors_beside_what_is_written_here_have_their_place(demo: lp.Model) -> None:
     """The same in an answer's schema, and in one inside the grammar of a chat."""
     schema = {"type": "object", "properties": {"n": {"const": LARGE}, "b": {"items": {"pattern": "x(y"}}}}

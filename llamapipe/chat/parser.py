@@ -43,7 +43,7 @@ from llamapipe.chat._reader import (
     Reading,
     TextBuffer,
 )
-from llamapipe.chat._tagged_arguments import TaggedArguments
+from llamapipe.chat._tagged_arguments import TaggedArguments, only_types
 from llamapipe.chat.results import ChatPiece, decoded_json
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import takes_nothing
@@ -269,7 +269,7 @@ class CallReader:
         try:
             return TaggedArguments(self._form, self._tools[name])
         except InvalidRequestError:  # the grammar does not enforce such a schema
-            return TaggedArguments(self._form, {"type": "object", "additionalProperties": True})
+            return TaggedArguments(self._form, only_types(self._form, self._tools[name]))
 
     def _argument(self, key: str, keys: list[str]) -> str:
         """Add ``key`` to ``keys``; return the JSON text before its value."""

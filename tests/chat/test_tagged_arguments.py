@@ -188,3 +188,50 @@ def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> 
 def test_what_is_no_number_in_json_is_no_argument(schema: Any, text: str) -> None:
     answer = read(schema, text)
     assert answer.tool_calls == () and text in answer.content
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3"])
+def test_types_are_kept_where_a_schema_cannot_be_followed(name: str) -> None:
+    """A string that looks like another value stays a string, whatever another argument of the tool is."""
+    properties = {
+        "list": {"type": ["string", "array"], "items": {"type": "string"}},
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "ref": {"$ref": "#/$defs/S"},
+        "one": {"enum": ["1", "2"]},
+        "circle": {"$ref": "#/$defs/C"},
+        "count": {"type": "integer"},
+    }
+    definitions = {"S": {"type": "string"}, "C": {"anyOf": [{"$ref": "#/$defs/C"}, {"type": "string"}]}}
+    tool = Tool("get_weather", "", of(properties, **{"$defs": definitions}))
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    with pytest.raises(InvalidRequestError, match="items"):
+        form.grammar((tool,), "auto", True, prompt_tail=family.tail)
+    relaxed = form.relaxed(tool)
+    assert relaxed.parameters["properties"]["zip"] == {"type": ["null", "string"]}
+    arguments = {"list": "1", "zip": "12345", "ref": "1", "one": "2", "count": 3}
+    said = form.calls.written([("", "get_weather", arguments)])
+    grammar = form.grammar((relaxed,), "auto", True, prompt_tail=family.tail)
+    assert grammar is not None and vocabulary.accepts(grammar, said)
+    for either in (relaxed, tool):
+        parser = form.parser((either,), "auto", prompt_tail=family.tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
+@pytest.mark.parametrize(
+    "circle",
+    [{"anyOf": [{"$ref": "#/$defs/C"}, {"type": "string"}]}, {"allOf": [{"$ref": "#/$defs/C"}]}],
+)
+def test_a_reference_in_a_circle_is_refused(circle: Any) -> None:
+    parameters = of({"a": {"$ref": "#/$defs/C"}}, **{"$defs": {"C": circle}})
+    with pytest.raises(InvalidRequestError, match="a reference refers to itself"):
+        accepts(parameters, a="x")
+
+
+def test_an_object_that_no_alternative_allows_is_text() -> None:
+    schema = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": False}}]}
+    (call,) = read(schema, '{"b": 1}').tool_calls
+    assert call.arguments == {"a": '{"b": 1}'}

@@ -94,6 +94,7 @@ class TaggedArguments:
             is_wrong = not re.fullmatch(r"[\w\-$.]+", name)
         elif form.style is Style.QUOTED:
             is_wrong = name != name.strip() or not name or any(c in name for c in (*":{},\n", form.quote))
+            is_wrong = is_wrong or name[0] == '"'  # a model may write JSON's quotes around a name
         else:
             ends = {end.strip() for end in (form.key_end, *dict(form.key_ends).values()) if end.strip()}
             is_wrong = any(end in name for end in ends)

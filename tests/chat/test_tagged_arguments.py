@@ -65,6 +65,29 @@ def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str |
     assert bad is None or not accepts(parameters, a=bad)
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM", "Gemma 4", "MiniMax M3", "LFM 2.5", "Kimi K3"])
+@pytest.mark.parametrize("key", ["Content-Type", "a.b", "First Name", "größe", "1", "$ref", "a/b", "a" * 60])
+def test_names_that_no_schema_lists(name: str, key: str) -> None:
+    """The mask does not turn them into other names, neither of arguments nor of members of an object."""
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    tail = family.tail + "".join(family.think or ())
+    whole, inner = of({}, additionalProperties=True), of({"headers": {"type": "object"}})
+    cases = [(inner, {"headers": {key: "x"}})]
+    if name != "LFM 2.5" or (" " not in key and "/" not in key):  # names of arguments in Python
+        cases.append((whole, {key: "x"}))
+    for parameters, arguments in cases:
+        tools = (Tool("get_weather", "", parameters),)
+        said = form.calls.written([("functions.get_weather:0", "get_weather", arguments)])
+        grammar = form.grammar(tools, "required", True, prompt_tail=tail)
+        assert grammar is not None and vocabulary.accepts(grammar, said), said
+        parser = form.parser(tools, "required", prompt_tail=tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
 def test_arguments_without_names_follow_their_schema() -> None:
     parameters = {"type": "object", "additionalProperties": {"type": "integer"}}
     assert accepts(parameters, a="3") and not accepts(parameters, a="x")

@@ -106,7 +106,9 @@ class TextBuffer:
             safe = match.start() if match else len(self.text)
             is_whole = self.ended and (match is not None or shows_partial)
             held = self._start_of_marker(markers, safe)
-            is_cut = self.cut_off and match is None and _PART_OF_MARKER.match(self.text, held)
+            # An incomplete marker may begin with a whole one, as in "<|close|>respon".
+            is_longer = match is None or (held <= match.start() and match.end() < len(self.text))
+            is_cut = self.cut_off and is_longer and _PART_OF_MARKER.match(self.text, held)
             if is_whole and not is_cut:
                 held = len(self.text)
             elif match and is_run(match.group()) and match.end() == len(self.text):

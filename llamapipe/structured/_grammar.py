@@ -405,7 +405,7 @@ class SchemaGrammar:
 
     def _number(self, pointer: str, node: Node) -> str:
         if "multipleOf" in node:
-            self._fail(pointer, "multipleOf", "it cannot be combined with bounds beyond 2**53")
+            self._fail(pointer, "multipleOf", "it cannot be combined with bounds of over 15 digits")
         bounds = self._bounds(pointer, node)
         texts = [f"/{number_bound(exact, name)}/" for name, exact in bounds]
         low = max((exact for name, exact in bounds if name.endswith("inimum")), default=None)
@@ -651,22 +651,32 @@ def _is_hard(part: Node) -> bool:
 def _is_inexact(part: Node) -> bool:
     """Return whether llguidance would not enforce the bounds exactly."""
     kinds = part.get("type", list(OF_TYPE))
-    if "number" in kinds and _bound_leaks(part):
+    if "number" in kinds and (_bound_leaks(part) or any(_is_long(part.get(bound)) for bound in BOUNDS)):
         return True
-    return ("integer" in kinds or "number" in kinds) and any(_beyond(part.get(bound)) for bound in BOUNDS)
+    if "integer" not in kinds and "number" not in kinds:
+        return False
+    # The integer next to an exclusive bound of 2**53 is beyond it.
+    is_edge = any(
+        abs(_fraction(part.get(name)) or 0) == _EXACT for name in BOUNDS if name.startswith("exclusive")
+    )
+    return is_edge or any(_beyond(part.get(bound)) for bound in BOUNDS)
 
 
 def _bound_leaks(part: Node) -> bool:
     """Return whether llguidance (1.9.1) would accept an excluded bound, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Fraction | None] = []
     whole = False
-    for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+    for inclusive, exclusive, narrower in (
+        ("minimum", "exclusiveMinimum", max),
+        ("maximum", "exclusiveMaximum", min),
+    ):
         bound: Any = part.get(exclusive)
         if bound is True:  # draft 4
             bound = part.get(inclusive)
         exact = _fraction(bound)
         whole = whole or (exact is not None and exact.denominator == 1)
-        bounds.append(_fraction(part.get(inclusive)) if exact is None else exact)
+        both = [number for number in (exact, _fraction(part.get(inclusive))) if number is not None]
+        bounds.append(narrower(both) if both else None)
     low, high = bounds
     return whole and low is not None and high is not None and high - low < 1
 
@@ -674,6 +684,14 @@ def _bound_leaks(part: Node) -> bool:
 def _beyond(bound: Any) -> bool:
     exact = _fraction(bound)
     return exact is not None and abs(exact) > _EXACT
+
+
+def _is_long(bound: Any) -> bool:
+    """Return whether a bound has a fraction and too many digits for the arithmetic of doubles."""
+    exact = _fraction(bound)
+    return (
+        exact is not None and exact.denominator != 1 and int("".join(map(str, _digits(abs(exact))))) > _EXACT
+    )
 
 
 def _has_large(value: Any) -> bool:

@@ -38,17 +38,21 @@ INTEGERS: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMinimum": 7, "maximum": 7.5}, [7.25, 7.5], [7, 7.75]),
     ({"exclusiveMinimum": 2**53}, [2**53 + 1], [2**53 - 1, 2**53]),
     ({"exclusiveMaximum": -(2**53)}, [-(2**53) - 1], [-(2**53), 0]),
-    ({"type": "number", "minimum": 1e15 + 0.5}, [1e15 + 0.5, 10**15 + 1], [10**15, 1e15 + 0.25]),
     ({"type": "number", "exclusiveMaximum": -(1e15 + 0.5)}, [-(10**15) - 1], [-(1e15 + 0.5), -(1e15 + 0.25)]),
-    # Of two lower bounds, the higher one counts.
-    (
-        {"type": "number", "exclusiveMinimum": -1, "minimum": -0.7, "exclusiveMaximum": 0},
-        [-0.7, -0.5],
-        [-0.0, 0],
-    ),
 ]
 E = {"enum": ["x", "y"], "type": "string"}
 PARTS: list[tuple[Any, list[str], list[str]]] = [
+    (
+        {"type": "number", "minimum": 1e15 + 0.5},
+        ["1000000000000000.5", "1000000000000001"],
+        ["1000000000000000.4", "1000000000000000.49"],
+    ),
+    # Of two lower bounds, the higher one counts.
+    (
+        {"type": "number", "exclusiveMinimum": -1, "minimum": -0.7, "exclusiveMaximum": 0},
+        ["-0.7", "-0.5"],
+        ["-0.71", "-0", "0"],
+    ),
     # Around a part that is written here, all others are as they were.
     (
         {

@@ -20,7 +20,7 @@ from llamapipe.structured.formats import FORMATS
 from llamapipe.structured.patterns import as_lark, translated
 from llamapipe.structured.schema import json_type
 
-_ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,39}/"
+_MOST_NAME_CHARS = 64  # of a name that no schema lists
 _KINDS = ("number", "boolean", "null", "array", "object")
 _OF_ARRAY = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems", "uniqueItems"}
 
@@ -44,6 +44,7 @@ class _ArgumentWriter:
         self._form = arguments.form
         self._literals = literals
         self._rules = rules
+        self._any_name = _any_name(arguments.form)
 
     def members(
         self,
@@ -70,17 +71,21 @@ class _ArgumentWriter:
         if name is not None:
             self._arguments.check_name(name)
         if form.style in (Style.PYTHON, Style.QUOTED):
-            key = _ANY_NAME if name is None else json.dumps(name)
+            key = self._any_name if name is None else json.dumps(name)
             if form.style is Style.PYTHON:
                 return f'{key} "=" {self._python(schema)}'
             return f'{key} ":" {self._deep(schema, "")}'
         if form.style is Style.NESTED:
             if name is None:
-                key = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
+                key = f"{text.text(form.key_start)} {self._any_name} {text.text(form.key_end)}"
                 return f"{key} {self._any_nested()}"
             start = text.text(form.key_start + name + form.key_end)
             return f"{start} {self._deep(schema, form.value_end + name + form.value_close)}"
-        key = f"{text.text(form.key_start)} {_ANY_NAME}" if name is None else text.text(form.key_start + name)
+        key = (
+            f"{text.text(form.key_start)} {self._any_name}"
+            if name is None
+            else text.text(form.key_start + name)
+        )
         return f"{key} {self._tagged(schema)} {_between_tags(form)}"
 
     # ---- <key>value</key>
@@ -265,7 +270,7 @@ class _ArgumentWriter:
 
         def body(name: str) -> str:
             quote = self._literals.text(self._form.quote)
-            pair = f'{_ANY_NAME} ":" {name}'
+            pair = f'{self._any_name} ":" {name}'
             scalar = json_value({"type": ["number", "boolean", "null"]})
             return (
                 f"{quote} {self._string({}, self._form.quote)} | {scalar}"
@@ -277,18 +282,32 @@ class _ArgumentWriter:
     def _any_members(self) -> str:
         """Write one or more members of any object or array in the style NESTED."""
         form, text = self._form, self._literals
-        start = f"{text.text(form.key_start)} {_ANY_NAME} {text.text(form.key_end)}"
+        start = f"{text.text(form.key_start)} {self._any_name} {text.text(form.key_end)}"
         return self._rules.recursive("members", lambda _: f"({start} {self._any_nested()})+")
 
     def _any_nested(self) -> str:
         """Write any value in the style NESTED, and its end."""
         form, text = self._form, self._literals
-        end = f"{_ANY_NAME} {text.text(form.value_close)}"
+        end = f"{self._any_name} {text.text(form.value_close)}"
 
         def body(_: str) -> str:
             return f"{self._string({}, form.value_end)} {end} | {self._any_members()} {text.text(form.value_end)} {end}"
 
         return self._rules.recursive("nested", body)
+
+
+def _any_name(form: CallFormat) -> str:
+    """Return a terminal for a name that no schema lists, such as ``Content-Type`` or ``First Name``.
+
+    It leaves out the characters that markers of calls begin with.
+    """
+    if form.style is Style.PYTHON:
+        first = inner = last = r"\w$.-"
+    else:
+        last = r"\w$@.\/-"
+        first = r"\w$@.-" if form.style is Style.NESTED else last
+        inner = last if form.key_end[:1].isspace() else f" {last}"
+    return f"/[{first}]([{inner}]{{0,{_MOST_NAME_CHARS - 2}}}[{last}])?/"
 
 
 def _refuse_others(schema: dict[str, Any], known: frozenset[str]) -> None:

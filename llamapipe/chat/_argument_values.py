@@ -179,6 +179,8 @@ def quoted_key(buffer: TextBuffer, quote: str) -> Reading[str]:
         if (yield from buffer.until((quote,), parts.append)) is None:
             raise Malformed
         key = "".join(parts)
+    elif (yield from buffer.ahead('"')):  # as for values
+        key = yield from _python_string(buffer, None)
     else:
         parts = []
         if (yield from buffer.until((":", "}", "{", ",", "\n"), parts.append, takes_marker=False)) != ":":

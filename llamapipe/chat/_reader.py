@@ -8,7 +8,6 @@ later text never reverses the decision.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from llamapipe.chat.results import ChatPiece, ToolCallDelta, new_call_id
+from llamapipe.chat.results import ChatPiece, ToolCallDelta, decoded_json, new_call_id
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -107,7 +106,9 @@ class TextBuffer:
             safe = match.start() if match else len(self.text)
             is_whole = self.ended and (match is not None or shows_partial)
             held = self._start_of_marker(markers, safe)
-            is_cut = self.cut_off and match is None and _PART_OF_MARKER.match(self.text, held)
+            # An incomplete marker may begin with a whole one, as in "<|close|>respon".
+            is_longer = match is None or (held <= match.start() and match.end() < len(self.text))
+            is_cut = self.cut_off and is_longer and _PART_OF_MARKER.match(self.text, held)
             if is_whole and not is_cut:
                 held = len(self.text)
             elif match and is_run(match.group()) and match.end() == len(self.text):
@@ -212,7 +213,7 @@ class TextBuffer:
         if not scanner.done and is_open:
             raise Malformed
         try:
-            value = json.loads(text)
+            value = decoded_json(text)
         except (ValueError, RecursionError):
             raise Malformed from None
         show(piece if is_open else text)

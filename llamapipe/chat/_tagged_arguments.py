@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 from llamapipe._messages import quoted
 from llamapipe.chat._argument_values import python_value
 from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style
 from llamapipe.chat._reader import Malformed, TextBuffer
+from llamapipe.chat.results import decoded_json
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import json_type, pointer_to, resolved
 
@@ -28,6 +30,7 @@ NOTES = frozenset(
      "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
+_JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
 
 
@@ -91,6 +94,7 @@ class TaggedArguments:
             is_wrong = not re.fullmatch(r"[\w\-$.]+", name)
         elif form.style is Style.QUOTED:
             is_wrong = name != name.strip() or not name or any(c in name for c in (*":{},\n", form.quote))
+            is_wrong = is_wrong or name[0] == '"'  # a model may write JSON's quotes around a name
         else:
             ends = {end.strip() for end in (form.key_end, *dict(form.key_ends).values()) if end.strip()}
             is_wrong = any(end in name for end in ends)
@@ -115,10 +119,9 @@ class TaggedArguments:
                 )
             one_of_all = schema.get("allOf")
             if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
-                schema = {
-                    **self.resolved(one_of_all[0]),
-                    **{k: v for k, v in schema.items() if k != "allOf"},
-                }
+                inner = {} if one_of_all[0] is True else one_of_all[0]
+                others = {k: v for k, v in schema.items() if k != "allOf"}
+                schema = {**inner, **others} if isinstance(inner, dict) else inner
                 continue
             target = schema.get("$ref")
             if not isinstance(target, str):
@@ -135,11 +138,21 @@ class TaggedArguments:
         return {**{key: self._root[key] for key in _SHARED if key in self._root}, **schema}
 
     # ---- what a schema allows
-    def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself."""
+    def alternatives(
+        self, schema: dict[str, Any], around: frozenset[int] = frozenset()
+    ) -> list[dict[str, Any]]:
+        """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself.
+
+        ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``.
+        """
         for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                return [other for option in schema[key] for other in self.alternatives(self.resolved(option))]
+            if isinstance(options := schema.get(key), list):
+                if id(options) in around:
+                    raise InvalidRequestError("parameters: a reference refers to itself")
+                inside = around | {id(options)}
+                return [
+                    other for option in options for other in self.alternatives(self.resolved(option), inside)
+                ]
         return [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
@@ -208,7 +221,7 @@ class TaggedArguments:
             return _literal(text)
         if "any" in types:
             try:
-                return json.loads(text)
+                return decoded_json(text)
             except (ValueError, RecursionError):
                 types = {"string", *_PYTHON}
         inner = text if types == {"string", "null"} else text.strip()
@@ -224,7 +237,10 @@ class TaggedArguments:
 
     def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
         """Return whether a schema that also allows strings allows this value's type, members and size."""
-        return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
+        try:
+            return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
+        except InvalidRequestError:  # a part allows nothing, or cannot be read
+            return False
 
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
         chosen = choices(schema)
@@ -315,6 +331,40 @@ class TaggedArguments:
         return "" if value in ({}, []) else as_text(value)
 
 
+def only_types(form: CallFormat, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters that only list the types of the arguments, for a schema that calls cannot follow exactly.
+
+    Without these types, a string such as 12345 would be read as a number.
+    """
+    anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
+    reader = _Types(form, parameters)
+    try:
+        properties = reader.resolved(parameters).get("properties")
+        for name, member in (properties if isinstance(properties, dict) else {}).items():
+            reader.check_name(name)
+            anything["properties"][name] = reader.only_types(member)
+    except InvalidRequestError:  # a reference or a name that calls cannot contain
+        anything["properties"] = {}
+    return anything
+
+
+class _Types(TaggedArguments):
+    """Finds the types of arguments in parameters that need not be enforceable."""
+
+    def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
+        super().__init__(form, {})
+        self._root = parameters
+
+    def only_types(self, member: Any) -> dict[str, Any]:
+        try:
+            kinds = sorted(self.types(self.resolved(member)))
+        except InvalidRequestError:
+            return {}
+        if not _JSON_TYPES.issuperset(kinds):
+            return {}
+        return {"type": kinds[0] if len(kinds) == 1 else kinds}
+
+
 def _in_range(schema: dict[str, Any], value: float) -> bool:
     """Return whether a number is within a schema's bounds and a multiple of its ``multipleOf``."""
     step = schema.get("multipleOf")
@@ -322,7 +372,7 @@ def _in_range(schema: dict[str, Any], value: float) -> bool:
         schema.get("minimum", value) <= value <= schema.get("maximum", value)
         and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
         and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
-        and (step is None or value % step == 0)
+        and (step is None or Fraction(str(value)) % Fraction(str(step)) == 0)  # 0.3 is a multiple of 0.1
     )
 
 
@@ -334,7 +384,7 @@ def _names(schema: dict[str, Any]) -> set[str]:
 def _literal(text: str) -> Any:
     """Read a value from JSON, or from a Python literal, which some templates show. Raises ValueError for other text."""
     try:
-        return json.loads(text)
+        return decoded_json(text)
     except RecursionError:
         raise ValueError from None
     except ValueError as e:

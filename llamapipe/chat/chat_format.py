@@ -15,7 +15,7 @@ from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
 from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony
 from llamapipe.chat._lark import Literals, SpecialId
-from llamapipe.chat._tagged_arguments import TaggedArguments
+from llamapipe.chat._tagged_arguments import only_types
 from llamapipe.chat._template_probe import Render, TemplateProbe
 from llamapipe.chat.options import LimitedReasoning
 from llamapipe.chat.parser import ChatParser
@@ -193,22 +193,12 @@ class ChatFormat:
     def relaxed(self, tool: Tool, keeps_types: bool) -> Tool:
         """Return the tool with any JSON object as its arguments, for a schema that no grammar can express.
 
-        ``keeps_types``: in the style TAGGED, keep the arguments' types, because a text there may be a string or JSON.
+        ``keeps_types``: in the styles TAGGED and NESTED, keep the arguments' types, because a text there may be a
+        string or JSON.
         """
-        anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
-        if keeps_types and self.calls is not None and self.calls.style is Style.TAGGED:
-            properties = tool.parameters.get("properties")
-            types = {
-                name: {"type": kind} if isinstance(kind := member.get("type"), str) else {}
-                for name, member in (properties if isinstance(properties, dict) else {}).items()
-                if isinstance(member, dict)
-            }
-            try:
-                TaggedArguments(self.calls, {**anything, "properties": types})
-                anything["properties"] = types
-            except InvalidRequestError:
-                pass
-        return replace(tool, parameters=anything)
+        if keeps_types and self.calls is not None and self.calls.style in (Style.TAGGED, Style.NESTED):
+            return replace(tool, parameters=only_types(self.calls, tool.parameters))
+        return replace(tool, parameters={"type": "object", "properties": {}, "additionalProperties": True})
 
     def parser(
         self,

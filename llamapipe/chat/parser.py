@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from llamapipe.chat._answer_markers import AnswerMarkers
 from llamapipe.chat._argument_values import (
@@ -43,8 +43,8 @@ from llamapipe.chat._reader import (
     Reading,
     TextBuffer,
 )
-from llamapipe.chat._tagged_arguments import TaggedArguments
-from llamapipe.chat.results import ChatPiece
+from llamapipe.chat._tagged_arguments import TaggedArguments, only_types
+from llamapipe.chat.results import ChatPiece, decoded_json
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.schema import takes_nothing
 
@@ -269,7 +269,7 @@ class CallReader:
         try:
             return TaggedArguments(self._form, self._tools[name])
         except InvalidRequestError:  # the grammar does not enforce such a schema
-            return TaggedArguments(self._form, {"type": "object", "additionalProperties": True})
+            return TaggedArguments(self._form, only_types(self._form, self._tools[name]))
 
     def _argument(self, key: str, keys: list[str]) -> str:
         """Add ``key`` to ``keys``; return the JSON text before its value."""
@@ -479,15 +479,10 @@ def _string(buffer: TextBuffer) -> Reading[str]:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's parser accepts but JSON does not have."""
-    raise ValueError(f"{name} is not JSON")
-
-
 def _unquoted(value: Any) -> dict[str, Any]:
     """Return a JSON object, or the JSON object whose text ``value`` is. Raises Malformed for other values."""
     try:
-        value = json.loads(value, parse_constant=_no_constant) if isinstance(value, str) else value
+        value = decoded_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise Malformed from None
     if not isinstance(value, dict):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from decimal import Decimal
+from typing import Any, NoReturn
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -129,9 +131,35 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
+def decoded_json(text: str) -> Any:
+    """Return the value of JSON text. A number beyond the range of floats, such as 1e400, becomes the equal integer.
+
+    Raises ValueError also for NaN and Infinity, which Python's parser accepts but JSON does not have, and for integers
+    of more digits than Python converts. Raises RecursionError for deep values.
+    """
+    return json.loads(text, parse_float=_number, parse_constant=_no_constant)
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    if math.isfinite(value):
+        return value
+    exact = Decimal(text)  # json would write infinity as Infinity, and msgspec as null
+    if exact.adjusted() >= _MAX_DIGITS:
+        raise ValueError(f"{text[:20]} is too large")
+    return int(exact)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_MAX_DIGITS = 4300  # Python's limit for integers
+
+
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = decoded_json(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -63,6 +63,10 @@ _OTHER_SOUNDS = (
     (b"#!AMR", "AMR"),
 )
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.ASCII)
+# Pillow's modes that are not read, with the reason. Pillow's conversion would clip values above 255.
+_NO_RANGE = "whose values have no fixed range"
+_OTHER_MODES = {"I": _NO_RANGE, "F": _NO_RANGE, "La": "which Pillow cannot convert"}
+_LINE_ENDS = re.compile(r"[ \t\r\n]+")
 Kind = Literal["image", "sound"]
 
 
@@ -97,6 +101,11 @@ class Given(NamedTuple):
             return bytes(value)
         if hasattr(value, "convert") and hasattr(value, "size"):  # a Pillow image
             _check_size(self.place, *value.size)
+            if value.mode in _OTHER_MODES:
+                raise InvalidRequestError(
+                    f"{self.place}: the image has Pillow's mode {value.mode}, {_OTHER_MODES[value.mode]}; give an "
+                    "image of mode RGB or L"
+                )
             return _rgb(value)
         if isinstance(value, np.ndarray):
             return value
@@ -425,6 +434,8 @@ def _of_base64(place: str, text: str) -> bytes:
         raise InvalidRequestError(
             f"{place}: the base64 text has {len(text)} characters; give at most {MOST_BYTES} bytes"
         )
+    if _LINE_ENDS.search(text):  # programs such as ``base64`` write lines
+        text = _LINE_ENDS.sub("", text)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -327,11 +327,42 @@ class SchemaGrammar:
 
     def _options(self, pointer: str, keyword: str, node: Node) -> str:
         """Write the alternatives. ``oneOf`` means ``anyOf`` here, because ``_logic`` makes its schemas exclusive."""
-        options = node[keyword]
-        elements = [self._element(f"{pointer}/{keyword}/{i}", option) for i, option in enumerate(options)]
+        elements = []
+        for i, option in enumerate(node[keyword]):
+            place = f"{pointer}/{keyword}/{i}"
+            narrowed = self._narrowed(place, option, node["type"]) if "type" in node else option
+            elements.append(self._element(place, narrowed))
         return " | ".join(element for element in elements if element is not None) or self._nothing(
             pointer, keyword
         )
+
+    def _narrowed(self, pointer: str, option: Any, kinds: str | list[str]) -> Any:
+        """Return an alternative with only the types in ``kinds``, which stand beside the alternatives.
+
+        Returns False if the alternative has none of these types.
+        """
+        part = target(self.root, option, is_plain=True)
+        if part is False:
+            return False
+        part = part if isinstance(part, dict) else {}
+        values = listed_values(self.root, part)
+        if values is not None and not any(_fits(value, {"type": kinds}) for value in values):
+            return False
+        listed = part.get("type", list(OF_TYPE))
+        names = [listed] if isinstance(listed, str) else listed
+        both = [kind for kind in names if kind in kinds or (kind == "integer" and "number" in kinds)]
+        if "number" in names and "number" not in both and "integer" in kinds and "integer" not in both:
+            both.append("integer")
+        if not both:
+            return False
+        if "type" in part and set(both) == set(names):
+            return option
+        places = (resolved(self.root, other.get("$ref")) for other in self._parts.values())
+        is_shared = any(place is not None and place[0] == pointer for place in places)
+        if is_shared or (isinstance(option, dict) and "$ref" in option):
+            self._fail(pointer, "type", f"it cannot be applied to a reference here: {_NOT_COMBINED}")
+        self._parts[pointer] = {**part, "type": both}
+        return self._parts[pointer]
 
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
         kinds = node.get("type", list(OF_TYPE))
@@ -374,7 +405,7 @@ class SchemaGrammar:
 
     def _number(self, pointer: str, node: Node) -> str:
         if "multipleOf" in node:
-            self._fail(pointer, "multipleOf", "it cannot be combined with bounds beyond 2**53")
+            self._fail(pointer, "multipleOf", "it cannot be combined with bounds of over 15 digits")
         bounds = self._bounds(pointer, node)
         texts = [f"/{number_bound(exact, name)}/" for name, exact in bounds]
         low = max((exact for name, exact in bounds if name.endswith("inimum")), default=None)
@@ -620,22 +651,32 @@ def _is_hard(part: Node) -> bool:
 def _is_inexact(part: Node) -> bool:
     """Return whether llguidance would not enforce the bounds exactly."""
     kinds = part.get("type", list(OF_TYPE))
-    if "number" in kinds and _bound_leaks(part):
+    if "number" in kinds and (_bound_leaks(part) or any(_is_long(part.get(bound)) for bound in BOUNDS)):
         return True
-    return ("integer" in kinds or "number" in kinds) and any(_beyond(part.get(bound)) for bound in BOUNDS)
+    if "integer" not in kinds and "number" not in kinds:
+        return False
+    # The integer next to an exclusive bound of 2**53 is beyond it.
+    is_edge = any(
+        abs(_fraction(part.get(name)) or 0) == _EXACT for name in BOUNDS if name.startswith("exclusive")
+    )
+    return is_edge or any(_beyond(part.get(bound)) for bound in BOUNDS)
 
 
 def _bound_leaks(part: Node) -> bool:
     """Return whether llguidance (1.9.1) would accept an excluded bound, such as 7 for "above 7, at most 7.5"."""
     bounds: list[Fraction | None] = []
     whole = False
-    for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+    for inclusive, exclusive, narrower in (
+        ("minimum", "exclusiveMinimum", max),
+        ("maximum", "exclusiveMaximum", min),
+    ):
         bound: Any = part.get(exclusive)
         if bound is True:  # draft 4
             bound = part.get(inclusive)
         exact = _fraction(bound)
         whole = whole or (exact is not None and exact.denominator == 1)
-        bounds.append(_fraction(part.get(inclusive)) if exact is None else exact)
+        both = [number for number in (exact, _fraction(part.get(inclusive))) if number is not None]
+        bounds.append(narrower(both) if both else None)
     low, high = bounds
     return whole and low is not None and high is not None and high - low < 1
 
@@ -643,6 +684,14 @@ def _bound_leaks(part: Node) -> bool:
 def _beyond(bound: Any) -> bool:
     exact = _fraction(bound)
     return exact is not None and abs(exact) > _EXACT
+
+
+def _is_long(bound: Any) -> bool:
+    """Return whether a bound has a fraction and too many digits for the arithmetic of doubles."""
+    exact = _fraction(bound)
+    return (
+        exact is not None and exact.denominator != 1 and int("".join(map(str, _digits(abs(exact))))) > _EXACT
+    )
 
 
 def _has_large(value: Any) -> bool:

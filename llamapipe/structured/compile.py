@@ -164,9 +164,8 @@ def _checked(kind: str, text: Any) -> str:
     except UnicodeEncodeError as e:
         raise InvalidRequestError(f"{kind} has a lone surrogate at {e.start}") from None
     if "\0" in text:
-        raise InvalidRequestError(
-            f"{kind} has a NUL character at {text.index(chr(0))}; write it as an escape"
-        )
+        fix = "leave it out" if kind == "choice" else "write it as an escape"
+        raise InvalidRequestError(f"{kind} has a NUL character at {text.index(chr(0))}; {fix}")
     return text
 
 
@@ -227,9 +226,10 @@ class _Compiler:
                     alone = self._matcher(schema.alone())
                     if alone.is_error():
                         raise InvalidRequestError(self._schema_error(schema.grammar, message_of(alone)))
-                raise InvalidRequestError(
-                    f"{kind} cannot be compiled: {_without_ours(message_of(start), kind)}"
-                )
+                message = _without_ours(message_of(start), kind)
+                if kind == "regex":
+                    message = _told(_IN_OUR_LINE.sub("", message)).replace("'pattern'", "it")
+                raise InvalidRequestError(f"{kind} cannot be compiled: {message}")
         factory = GuideFactory(start, self._tokenizer, lambda: self._matcher(written))
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here, not in a request.
         with awaited_at_exit(), factory.new() as guide:
@@ -324,11 +324,7 @@ class _Compiler:
                 place, message = pointer, message_of(matcher)
         if "schema is false" in message:
             message = f"'false' allows no value: {message}"
-        for pattern, told in _TOLD:
-            if (matched := re.search(pattern, message)) is not None:
-                message = matched.expand(told)
-                break
-        return f"json_schema cannot be compiled at {place or '#'}: {_without_ours(message, 'json_schema')}"
+        return f"json_schema cannot be compiled at {place or '#'}: {_without_ours(_told(message), 'json_schema')}"
 
 
 def _choice_grammar(texts: list[str], space: str) -> str:
@@ -424,6 +420,18 @@ _TOLD: Final = (
         r"'format' is \1 in a document that '$ref' names; copy what is needed into '$defs'",
     ),
 )
+
+# The place of a regex in the one line of Lark that we write for it, and its text, which the message repeats.
+_IN_OUR_LINE = re.compile(r'^at 1\([0-9]+\): invalid regex ".*" \(in regex\): ')
+
+
+def _told(message: str) -> str:
+    """Return the message with the fix, if llguidance does not name it."""
+    for pattern, told in _TOLD:
+        if (matched := re.search(pattern, message)) is not None:
+            return matched.expand(told)
+    return message
+
 
 # Errors of llguidance about too many alternatives, or about combinations that it does not support.
 _TOO_LARGE = re.compile(

@@ -320,6 +320,14 @@ def _tempered(inner: str, times: str) -> tuple[str, str] | None:
 _MAY_BE_EMPTY = re.compile(r"(?:\[.*\]|\\?.)(?:[*?]|\{0).*|[(^$].*|", re.DOTALL)  # or begins with an anchor
 
 
+_ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # the last character is the anchor "$"
+
+
+def _is_anchor(atom: str) -> bool:
+    """Return whether an atom of a pattern, perhaps with a quantifier, is "^" or "$"."""
+    return atom[0] in "^$"
+
+
 class _Writer:
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
@@ -333,12 +341,13 @@ class _Writer:
         is_inner: bool = False,
         is_wide: bool = True,
         is_first: bool = False,
+        is_look: bool = False,
     ) -> str | None:
         r"""Return the Lark term for one option of a pattern and the text after it; None if Lark cannot express it.
 
         ``is_inner``: ``after`` is the rest of the pattern. ``is_start``: without "^", the match may begin later.
         ``is_first``: the match begins at the start of the text, where "^" is true. ``is_wide``: more matches here mean
-        more matches in total, so ``\w`` may be wider.
+        more matches in total, so ``\w`` may be wider. ``is_look``: the pattern is the inside of a look-ahead.
         """
         parts: list[tuple[str, str]] = []  # kind and text
         at = 0
@@ -357,7 +366,7 @@ class _Writer:
                 continue
             more = re.compile(_TIMES).match(pattern, at)
             assert more is not None
-            if LOOK_AROUND.search(inner):
+            if LOOK_AROUND.search(inner) or any(_is_anchor(atom[0]) for atom in _ATOM.finditer(inner)):
                 at = more.end()
                 if not more[0]:
                     parts.append(("group", inner))
@@ -374,7 +383,7 @@ class _Writer:
         ends = bool(parts) and parts[-1] == ("text", "$")
         body = parts[begins : len(parts) - ends]
         misplaced = (begins and not is_start and not is_first) or (ends and is_inner)
-        if ("text", "^") in body or ("text", "$") in body or misplaced:
+        if misplaced or any(kind == "text" and _is_anchor(text) for kind, text in body):
             return None
         n_first = -1
         if is_first:
@@ -387,15 +396,19 @@ class _Writer:
                 continue
             tail, plain = (f"/{plain}/ ({tail})" if plain else tail), ""
             options = _split(text)
-            if kind == "group" and tail == self._any and any(option.endswith("$") for option in options):
-                # "^a(b|c$)" allows more text after "ab". Pydantic 2.12 writes such patterns for Decimal, hardly on
-                # purpose. So allow only texts that end there.
-                options, tail = [option.removesuffix("$") for option in options], '""'
+            tails = [tail] * len(options)
+            if kind == "group" and tail == self._any and any(map(_ENDS.search, options)):
+                # "^a((?=b)b|c$)" allows more text after "ab". Pydantic 2.12 writes such patterns for Decimal, hardly
+                # on purpose. So allow only texts that end there.
+                is_pydantic = not is_look and LOOK_AROUND.search(text) is not None
+                tails = ['""' if is_pydantic or _ENDS.search(option) else tail for option in options]
+                options = [option[:-1] if _ENDS.search(option) else option for option in options]
             if len(tail) * len(options) > _MOST_LARK_CHARS:
                 return None
             if kind == "group":
                 inner_options = [
-                    self.sequence(option, tail, False, True, is_wide, i <= n_first) for option in options
+                    self.sequence(option, follows, False, True, is_wide, i <= n_first, is_look)
+                    for option, follows in zip(options, tails, strict=True)
                 ]
             elif kind in ("(?=", "(?!"):
                 # Inside, "^" is true only at the start of the text. The look-ahead matches the text from here on.
@@ -407,6 +420,7 @@ class _Writer:
                         '""',
                         is_wide=is_wide == (kind == "(?="),
                         is_first=i <= n_first,
+                        is_look=True,
                     )
                     for option in options
                 ]

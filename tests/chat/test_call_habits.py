@@ -234,6 +234,9 @@ def test_values_in_the_syntax_of_python_and_of_gemma() -> None:
     text = '<|tool_call>call:f{a:<|"|>"x"<|"|>,b:[1,<|"|>y<|"|>,{c:null}],d:{},e:false}<tool_call|>'
     answer = parsed("Gemma 4", text, tools=(tool,))
     assert calls_of(answer) == [("f", {"a": '"x"', "b": [1, "y", {"c": None}], "d": {}, "e": False})]
+    text = '<|tool_call>call:f{"a":{"b c":1, "d":<|"|>x<|"|>}}<tool_call|>'  # JSON's quotes around names
+    answer = parsed("Gemma 4", text, tools=(tool,))
+    assert calls_of(answer) == [("f", {"a": {"b c": 1, "d": "x"}})]
     deep = f"<|tool_call_start|>[f(a={'[' * 5000}"
     assert (
         parse_answer(form_of("LFM 2.5").parser((tool,), "auto", prompt_tail=""), deep).content

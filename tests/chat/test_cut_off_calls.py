@@ -62,6 +62,20 @@ def test_text_that_ends_like_a_marker() -> None:
         assert ChatMessage([*map(parser.feed, text), parser.finish(is_cut_off)]).content == content
 
 
+@pytest.mark.parametrize(
+    ("end", "content"),
+    [("<|close|>", "Yes"), ("<|close|>respon", "Yes"), ("<|close|>response", "Yes"), ("<|close|>x", "Yesx")],
+)
+def test_a_marker_of_control_tokens_and_text_that_is_cut(end: str, content: str) -> None:
+    """The text between the control tokens is no content."""
+    family = FAMILIES["Kimi K3"]
+    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    for parts in ([f"Yes{end}"], [*f"Yes{end}"]):
+        parser = form.parser(TOOLS, "auto", prompt_tail=family.tail + "".join(family.think or ()))
+        pieces = [parser.feed("<|open|>response<|sep|>"), *map(parser.feed, parts)]
+        assert ChatMessage([*pieces, parser.finish(cut_off=True)]).content == content
+
+
 def test_a_head_that_is_cut_is_no_call() -> None:
     """Kimi K3 may leave out the number after the name; where the text ends within it, it was not left out."""
     form = ChatFormat.of(renderer("Kimi-K3"), lambda text: None)

@@ -65,6 +65,29 @@ def test_schemas_that_are_followed(schema: dict[str, Any], good: str, bad: str |
     assert bad is None or not accepts(parameters, a=bad)
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM", "Gemma 4", "MiniMax M3", "LFM 2.5", "Kimi K3"])
+@pytest.mark.parametrize("key", ["Content-Type", "a.b", "First Name", "größe", "1", "$ref", "a/b", "a" * 60])
+def test_names_that_no_schema_lists(name: str, key: str) -> None:
+    """The mask does not turn them into other names, neither of arguments nor of members of an object."""
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    tail = family.tail + "".join(family.think or ())
+    whole, inner = of({}, additionalProperties=True), of({"headers": {"type": "object"}})
+    cases = [(inner, {"headers": {key: "x"}})]
+    if name != "LFM 2.5" or (" " not in key and "/" not in key):  # names of arguments in Python
+        cases.append((whole, {key: "x"}))
+    for parameters, arguments in cases:
+        tools = (Tool("get_weather", "", parameters),)
+        said = form.calls.written([("functions.get_weather:0", "get_weather", arguments)])
+        grammar = form.grammar(tools, "required", True, prompt_tail=tail)
+        assert grammar is not None and vocabulary.accepts(grammar, said), said
+        parser = form.parser(tools, "required", prompt_tail=tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
 def test_arguments_without_names_follow_their_schema() -> None:
     parameters = {"type": "object", "additionalProperties": {"type": "integer"}}
     assert accepts(parameters, a="3") and not accepts(parameters, a="x")
@@ -151,3 +174,87 @@ def test_a_value_of_json_may_contain_its_end(name: str, value: Any) -> None:
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
         assert [call.arguments for call in answer.tool_calls] == [{"a": value, "b": "x"}]
         assert answer.content == ""
+
+
+def read(schema: Any, text: str) -> ChatMessage:
+    """The answer that consists of one call with this text as its argument."""
+    parser = FORMAT.parser((Tool("f", "", of({"a": schema})),), "auto", prompt_tail=FAMILY.tail)
+    said = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    return ChatMessage([parser.feed(said), parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "number"}, "1e400", 10**400),
+        ({"type": "object"}, '{"b": [-1.5e400]}', {"b": [-15 * 10**399]}),
+        ({}, "1e400", 10**400),
+        ({}, "NaN", "NaN"),
+        ({}, "-Infinity", "-Infinity"),
+        ({}, "1e5000", "1e5000"),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.5}, {"type": "string"}]}, "1e400", 10**400),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.3", 0.3),
+        ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.35", "0.35"),
+    ],
+)
+def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> None:
+    """The arguments are JSON, which has no Infinity, and the value is the one that was written."""
+    (call,) = read(schema, text).tool_calls
+    assert call.arguments == {"a": value}
+    assert call.arguments_text == json.dumps({"a": value})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({"type": "number"}, "NaN"), ({"type": "array"}, "[Infinity]"), ({"type": "number"}, "1e5000")],
+)
+def test_what_is_no_number_in_json_is_no_argument(schema: Any, text: str) -> None:
+    answer = read(schema, text)
+    assert answer.tool_calls == () and text in answer.content
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3"])
+def test_types_are_kept_where_a_schema_cannot_be_followed(name: str) -> None:
+    """A string that looks like another value stays a string, whatever another argument of the tool is."""
+    properties = {
+        "list": {"type": ["string", "array"], "items": {"type": "string"}},
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "ref": {"$ref": "#/$defs/S"},
+        "one": {"enum": ["1", "2"]},
+        "circle": {"$ref": "#/$defs/C"},
+        "count": {"type": "integer"},
+    }
+    definitions = {"S": {"type": "string"}, "C": {"anyOf": [{"$ref": "#/$defs/C"}, {"type": "string"}]}}
+    tool = Tool("get_weather", "", of(properties, **{"$defs": definitions}))
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    with pytest.raises(InvalidRequestError, match="items"):
+        form.grammar((tool,), "auto", True, prompt_tail=family.tail)
+    relaxed = form.relaxed(tool)
+    assert relaxed.parameters["properties"]["zip"] == {"type": ["null", "string"]}
+    arguments = {"list": "1", "zip": "12345", "ref": "1", "one": "2", "count": 3}
+    said = form.calls.written([("", "get_weather", arguments)])
+    grammar = form.grammar((relaxed,), "auto", True, prompt_tail=family.tail)
+    assert grammar is not None and vocabulary.accepts(grammar, said)
+    for either in (relaxed, tool):
+        parser = form.parser((either,), "auto", prompt_tail=family.tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
+@pytest.mark.parametrize(
+    "circle",
+    [{"anyOf": [{"$ref": "#/$defs/C"}, {"type": "string"}]}, {"allOf": [{"$ref": "#/$defs/C"}]}],
+)
+def test_a_reference_in_a_circle_is_refused(circle: Any) -> None:
+    parameters = of({"a": {"$ref": "#/$defs/C"}}, **{"$defs": {"C": circle}})
+    with pytest.raises(InvalidRequestError, match="a reference refers to itself"):
+        accepts(parameters, a="x")
+
+
+def test_an_object_that_no_alternative_allows_is_text() -> None:
+    schema = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": False}}]}
+    (call,) = read(schema, '{"b": 1}').tool_calls
+    assert call.arguments == {"a": '{"b": 1}'}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from llamapipe._engine.policy.core import State
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.media import _containers as containers
-from llamapipe.media.decode import Given
+from llamapipe.media.decode import Given, given_in
 from llamapipe.media.turns import Turns
 from llamapipe.wanted import Limit, check_wanted, deadline, limited
 from llamapipe.work.tenant import Tenant, tenant
@@ -395,3 +396,33 @@ def test_ten_large_images_of_one_client_and_one_of_another(engine: lp.Engine, la
         return ended
 
     assert asyncio.run(ask()).index("b") <= 2
+
+
+@pytest.mark.parametrize("mode", ["I", "F", "La"])
+def test_images_of_pillow_that_would_change_are_refused(mode: str) -> None:
+    """Pillow makes all values above 255 white, and those from 0 to 1 black."""
+    with pytest.raises(
+        InvalidRequestError, match=f"here: the image has Pillow's mode {mode}, .*; give an image"
+    ):
+        Given("image", Image.new(mode, (4, 4)), "here").pixels()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
+def test_images_of_pillow_are_converted(mode: str) -> None:
+    red = Image.new("RGB", (4, 4), (255, 0, 0)).convert("L" if mode == "LA" else "RGB").convert(mode)
+    expected = np.asarray(red.convert("RGB"))
+    assert np.array_equal(Given("image", red, "here").pixels(), expected)
+
+
+def test_base64_may_have_lines() -> None:
+    """As ``base64 FILE`` and Python's ``encodebytes`` write it."""
+    file = io.BytesIO()
+    Image.fromarray(picture(48, 32)).save(file, "PNG")
+    text = base64.encodebytes(file.getvalue()).decode()
+    assert "\n" in text.strip()
+    for written in (text, text.replace("\n", "\r\n"), f" {text}"):
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{written}"}}
+        medium = given_in(part, "here")
+        assert medium is not None and medium.content() == file.getvalue()
+    with pytest.raises(InvalidRequestError, match="here: the text is not base64"):
+        given_in({"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ==\nYQ"}}, "here")

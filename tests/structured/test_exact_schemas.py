@@ -36,9 +36,23 @@ INTEGERS: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "minimum": 0, "maximum": 2**63}, [0.5, 2**63], [-0.5, 2**63 + 1]),
     ({"type": ["number", "string"], "maximum": 2**63 - 1}, ["x", -1e4, 2**63 - 1], [2**63]),
     ({"type": "number", "exclusiveMinimum": 7, "maximum": 7.5}, [7.25, 7.5], [7, 7.75]),
+    ({"exclusiveMinimum": 2**53}, [2**53 + 1], [2**53 - 1, 2**53]),
+    ({"exclusiveMaximum": -(2**53)}, [-(2**53) - 1], [-(2**53), 0]),
+    ({"type": "number", "exclusiveMaximum": -(1e15 + 0.5)}, [-(10**15) - 1], [-(1e15 + 0.5), -(1e15 + 0.25)]),
 ]
 E = {"enum": ["x", "y"], "type": "string"}
 PARTS: list[tuple[Any, list[str], list[str]]] = [
+    (
+        {"type": "number", "minimum": 1e15 + 0.5},
+        ["1000000000000000.5", "1000000000000001"],
+        ["1000000000000000.4", "1000000000000000.49"],
+    ),
+    # Of two lower bounds, the higher one counts.
+    (
+        {"type": "number", "exclusiveMinimum": -1, "minimum": -0.7, "exclusiveMaximum": 0},
+        ["-0.7", "-0.5"],
+        ["-0.71", "-0", "0"],
+    ),
     # Around a part that is written here, all others are as they were.
     (
         {
@@ -288,6 +302,42 @@ def test_unique_items_that_cannot_be_told_apart_are_warned_of(
 )
 def test_what_cannot_be_written_is_refused(demo: lp.Model, schema: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
+        compile_guide(demo, json_schema=schema)
+
+
+_UNIQUE: dict[str, Any] = {"items": {"enum": [1, 2]}, "uniqueItems": True}
+_VALUES = ["[1]", "[1,1]", "{}", "true", "null", "1", "1.5", '"a"', '"b"']
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "right"),
+    [
+        (["boolean", "string"], [{"type": "array", **_UNIQUE}, {"type": "string"}], ['"a"', '"b"']),
+        ("string", [_UNIQUE], ['"a"', '"b"']),
+        (["array", "string"], [_UNIQUE, {"enum": ["a", 1]}], ["[1]", '"a"', '"b"']),
+        (["array", "string"], [{"type": "array", **_UNIQUE}, {"enum": [1, 2]}], ["[1]"]),
+        (["array", "integer"], [{"type": "array", **_UNIQUE}, {"type": "number"}], ["[1]", "1"]),
+        (["array", "number"], [{"type": "array", **_UNIQUE}, {"type": "integer"}], ["[1]", "1"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, True], ["[1]", "[1,1]", "null"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, False], ["[1]"]),
+        (["array", "null"], [{"anyOf": [_UNIQUE]}, {"type": "string"}], ["[1]", "null"]),
+        (["array", "number"], [_UNIQUE, {"$ref": "#/$defs/n"}], ["[1]", "1", "1.5"]),
+        (["array", "null"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/n"}], ["[1]"]),
+        ("string", [{"pattern": "^(?=a)"}, {"enum": [1, LARGE]}], ['"a"']),
+        ("integer", [{"maximum": LARGE}], ["1"]),
+    ],
+)
+def test_types_beside_alternatives(demo: lp.Model, kinds: Any, options: list[Any], right: list[str]) -> None:
+    """A type beside them holds for each, also where one is written here."""
+    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}}}
+    check(demo, schema, right, [text for text in _VALUES if text not in right])
+
+
+def test_a_type_beside_references_is_not_ignored(demo: lp.Model) -> None:
+    schema = {"type": ["array", "null"], "anyOf": [_UNIQUE, {"$ref": "#/$defs/any"}], "$defs": {"any": {}}}
+    with pytest.raises(
+        InvalidRequestError, match="at #/anyOf/1: 'type': it cannot be applied to a reference"
+    ):
         compile_guide(demo, json_schema=schema)
 
 

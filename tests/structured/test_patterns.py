@@ -120,6 +120,13 @@ DIALECTS: list[tuple[str, list[str], list[str]]] = [
     (r"^(?!_)\w+(?<!_)$", ["a", "a_b", "é"], ["_a", "a_", "_"]),
     (r"^\u0061[^b](?<!c)$", ["aa"], ["ab", "ac"]),
     (r"^(?:(?!(?:\.\.|//)).)*$", ["a.b/", ""], ["..", "a//b"]),
+    # Anchors of options in groups belong to their option.
+    (r"^(?!(admin$|root$))[a-z]+$", ["adm", "administrator", "roots"], ["admin", "root"]),
+    (r"^(?!(?:^con$|nul))[a-z]+$", ["cons", "xnul"], ["con", "nul", "null"]),
+    (r"^(?=(a|b$))[a-c]+$", ["a", "ac", "b"], ["bc", "c"]),
+    (r"^(?!x)(?:a|b$)", ["a", "ac", "b"], ["bc", "c", "x"]),
+    (r"^(?:(?=a)a|\$)$", ["a", "$"], ["b", "\\"]),
+    (r"[0-9]|(?=(?:$|\.))[a-c]", ["1", "x2"], ["a", "ab"]),
 ]
 
 
@@ -259,7 +266,20 @@ def test_words_are_those_of_python() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"^(a)\1$", r"(?<=ab)c", r"\bfoo", r"a^b", r"^[a", r"(?!^x).b", r"((?!a).b)+"]
+    "pattern",
+    [
+        r"^(a)\1$",
+        r"(?<=ab)c",
+        r"\bfoo",
+        r"a^b",
+        r"^[a",
+        r"(?!^x).b",
+        r"((?!a).b)+",
+        r"(?!(?:^x$|c))[ab]$",
+        r"^(?!x)(^a|b)+$",
+        r"^(?!x)(?:a^|b)",
+        r"^(?!x)a$*",
+    ],
 )
 def test_what_cannot_be_expressed_is_refused(demo: lp.Model, pattern: str) -> None:
     with pytest.raises(InvalidRequestError, match="at #"):

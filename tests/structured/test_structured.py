@@ -305,10 +305,15 @@ def test_exactly_one_grammar(demo: lp.Model) -> None:
 
 
 BAD = {
-    "group": ({"regex": "a(b"}, "unclosed group"),
-    "position": ({"regex": "abc[z-a]"}, r"\n    abc\[z-a\]\n        \^\^\^\n"),
+    "group": (
+        {"regex": 'a"(b'},
+        "^regex cannot be compiled: it is not a regular .* followed: unclosed group:\n",
+    ),
+    "position": ({"regex": "abc[z-a]"}, r"\n    abc\[z-a\]\n        \^\^\^$"),
     "look-around": ({"regex": "a(?=b)"}, "look-around"),
-    "NUL": ({"regex": "ab\0"}, "NUL character at 2"),
+    "word": ({"regex": r"\bfoo"}, r"compiled: it has '\\b', .* characters, in /\\bfoo/; leave it out$"),
+    "NUL": ({"regex": "ab\0"}, "NUL character at 2; write it as an escape"),
+    "NUL in a text": ({"choice": ["a", "b\0"]}, "NUL character at 1; leave it out"),
     "surrogate": ({"regex": "a\ud800"}, "lone surrogate at 1"),
     "long": ({"regex": "a" * 70_000}, "70000 characters; the limit is 65536"),
     "rule": ({"lark": "start: a\nb: c"}, r'1\(8\): unknown name: "a"'),

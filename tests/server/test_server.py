@@ -152,7 +152,8 @@ class TestCompletions:
         *parts, last = events(client, "/v1/completions", body)
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 12
-        assert all(part["usage"] is None for part in parts)
+        # Clients of llama-server take an event that has it for the last one.
+        assert not any("usage" in part for part in parts)
 
     @pytest.mark.parametrize(
         ("change", "param"),

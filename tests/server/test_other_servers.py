@@ -50,6 +50,8 @@ class TestPaths:
             ("GET", "/docs", "/openapi.json describes the routes"),
             ("GET", "/load", "/metrics and /slots"),
             ("POST", "/classify", "use /v1/rerank"),
+            ("POST", "/embed", "use /v1/embeddings"),
+            ("GET", "/info", "use /model_info"),
             ("POST", "/v1/responses/compact", 'truncation: "auto" drops its oldest turns'),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),

@@ -507,6 +507,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "conversation": {
         "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
         "/read": "llamapipe chat - < FILE reads a message from a file",
+        "/show": "llamapipe doctor -m FILE, or -m ollama:NAME, shows what a model is",
     },
     # Paths of Ollama's server, then of llama-server and others.
     "paths": {

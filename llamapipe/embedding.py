@@ -550,7 +550,7 @@ class Worker:
                 tuner.begin()
             rows = self._context.compute(texts)
             if tuner is not None:
-                tuner.launched(sum(map(len, texts)))
+                tuner.note_launch(sum(map(len, texts)))
             rows = [
                 row if np.isfinite(row).all() else self._context.compute_alone(text)
                 for text, row in zip(texts, rows, strict=True)

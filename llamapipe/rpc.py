@@ -56,26 +56,26 @@ class Address:
         return ipaddress.IPv4Address(self.ip).is_loopback
 
 
-def parse_addresses(name: str, texts: object, limit: int) -> list[Address]:
+def parse_addresses(texts: object, limit: int) -> list[Address]:
     """Return the addresses of a sequence of ``"host:port"``, all different, at most ``limit``.
 
-    Raises TypeError and ValueError, which name the argument ``name``, and BackendError for an unknown host.
+    Raises TypeError and ValueError, which name the argument ``rpc``, and BackendError for an unknown host.
     """
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
         raise TypeError(
-            f"{name} must be a sequence of addresses, not {type(texts).__name__}: "
-            f'{name}=["10.0.0.2:50052", "10.0.0.3:50052"]'
+            f"rpc must be a sequence of addresses, not {type(texts).__name__}: "
+            'rpc=["10.0.0.2:50052", "10.0.0.3:50052"]'
         )
     if not texts:
-        raise ValueError(f"{name} is empty; give {_FORM} for each worker, or None")
+        raise ValueError(f"rpc is empty; give {_FORM} for each worker, or None")
     if len(texts) > limit:
-        raise ValueError(f"{name} has {len(texts)} addresses; it must have at most {limit}")
-    split = [split_address(name, text) for text in texts]
+        raise ValueError(f"rpc has {len(texts)} addresses; it must have at most {limit}")
+    split = [split_address("rpc", text) for text in texts]
     addresses: dict[str, Address] = {}
     for text, (host, port) in zip(texts, split, strict=True):
         address = Address(text, look_up(host), port)
         if other := addresses.get(address.endpoint):
-            raise ValueError(f"{name} has the worker {address.endpoint} twice: {other.text!r}, {text!r}")
+            raise ValueError(f"rpc has the worker {address.endpoint} twice: {other.text!r}, {text!r}")
         addresses[address.endpoint] = address
     return list(addresses.values())
 
@@ -213,7 +213,7 @@ class Workers:
         lib = self._native.lib
         self._endpoints: list[str] = []
         self.devices: list[Any] = []
-        addresses = parse_addresses("rpc", rpc, lib.GGML_RPC_MAX_SERVERS)
+        addresses = parse_addresses(rpc, lib.GGML_RPC_MAX_SERVERS)
         path = library()
         _warn(addresses)
         try:

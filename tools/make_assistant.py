@@ -9,7 +9,6 @@ which is the model's, and the model's last hidden state at the token before it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,15 +19,10 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from make_model import finish, rotation, vocabulary
+from draft_files import Tensors, draft_options, n_tokens, random_weights, rows_of, write_tensors
+from make_model import rotation, vocabulary
 
 ARCHITECTURE = "gemma4-assistant"
-Tensors = Mapping[str, npt.NDArray[np.floating[Any]]]
-_KINDS = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
 _SMALL = 0.05  # what a layer adds, in times of its input
 # What the layers share with the model whose cells they read, without the architecture's prefix.
 _SHARED = (
@@ -138,11 +132,7 @@ def write_assistant(
         )
     for key, field in fields.items():
         writer.add_key_value(key, field.value, field.type, field.sub_type)
-    for name, tensor in tensors.items():
-        quantized = _KINDS[type_name] if tensor.ndim > 1 else _KINDS["f32"]
-        data = gguf.quants.quantize(tensor.astype(np.float32), quantized)
-        writer.add_tensor(name, data, raw_dtype=quantized)
-    finish(writer)
+    write_tensors(writer, tensors, None, type_name)
     return Path(path)
 
 
@@ -153,7 +143,6 @@ def random_tensors(
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, dims in shape.dims(n_vocab).items():
-        values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
         gain = 1.0
         if name == "output_norm.weight":
             gain = 3.0
@@ -161,7 +150,7 @@ def random_tensors(
             gain = added
         elif name.endswith("attn_q_norm.weight"):  # products of queries and keys are not divided by a root
             gain = 2.0 / dims[0] ** 0.25
-        tensors[name] = (values * gain).astype(np.float32)
+        tensors[name] = random_weights(rng, dims, gain)
     return tensors
 
 
@@ -174,8 +163,7 @@ def right_tensors(
     is right. It turns the state that it reads, as the model's embeddings turn from token to token, and ignores its
     token: with another state it is wrong. It sees some of the planes that the state turns in.
     """
-    output = next(t for t in gguf.GGUFReader(target).tensors if t.name == "output.weight")
-    rows = gguf.quants.dequantize(output.data, output.tensor_type).reshape(-1, shape.target_width)
+    rows = rows_of(target)
     half, planes = shape.target_width // 2, min(shape.width, shape.target_width) // 2
     seen = [*range(planes), *range(half, half + planes)]
     turn = rotation(shape.target_width)[seen]
@@ -196,17 +184,12 @@ def right_tensors(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = draft_options(__doc__ or "")
     parser.add_argument("--width", type=int, default=0, help="0: half of the model's (0)")
-    parser.add_argument("--noise", type=float, help="of a right draft; default: the draft is random")
-    parser.add_argument("--type", dest="type_name", default="q8_0", choices=_KINDS)
     args = parser.parse_args(argv)
     shape = shape_for(args.target, args.width)
-    n_vocab = len(vocabulary(os.fspath(args.target))["tokenizer.ggml.tokens"].value)
     tensors = (
-        random_tensors(shape, n_vocab)
+        random_tensors(shape, n_tokens(args.target))
         if args.noise is None
         else right_tensors(shape, args.target, args.noise)
     )

@@ -9,7 +9,6 @@ of the model's layers. DSpark adds a part (``markov_w1``, ``markov_w2``) by whic
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 import numpy.typing as npt
-from make_eagle3 import KINDS, Tensors, output_rows, shape_for
-from make_model import finish, rotation, vocabulary
+from draft_files import Tensors, draft_options, n_tokens, random_weights, rows_of, some_tokens, write_tensors
+from make_eagle3 import shape_for
+from make_model import rotation, vocabulary
 
 Right = Literal["states", "token", "guess before"]
 _SHARP = 3.2  # weights of the norms of queries and keys, so that a head attends to one position
@@ -90,7 +90,7 @@ class DFlashShape:
 def dflash_shape(target: str | os.PathLike[str], ffn: int | None = None, **sizes: Any) -> DFlashShape:
     """A draft of the model's width and heads that reads an early, a middle and a late layer. ``sizes``: others."""
     like = shape_for(target, ffn)
-    mask = len(vocabulary(os.fspath(target))["tokenizer.ggml.tokens"].value) - 1
+    mask = n_tokens(target) - 1
     shape = DFlashShape(
         2, like.width, like.heads, like.heads_kv, like.head, like.ffn, like.context, like.layers, mask,
         freq_base=like.freq_base,
@@ -141,13 +141,7 @@ def write_dflash(
         if key != "tokenizer.ggml.mask_token_id":
             writer.add_key_value(key, field.value, field.type, field.sub_type)
     writer.add_mask_token_id(shape.mask)
-    for name, tensor in tensors.items():
-        kind = KINDS[type_name] if tensor.ndim > 1 else KINDS["f32"]
-        data = gguf.quants.quantize(tensor.astype(np.float32), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    if tokens is not None:
-        writer.add_tensor("d2t", np.array(tokens, np.int64))
-    finish(writer)
+    write_tensors(writer, tensors, tokens, type_name)
     return Path(path)
 
 
@@ -158,8 +152,7 @@ def random_tensors(
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, dims in shape.dims(n_vocab, n_vocab if n_guessed is None else n_guessed).items():
-        values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
-        tensors[name] = (values * (3.0 if name == "output_norm.weight" else 1.0)).astype(np.float32)
+        tensors[name] = random_weights(rng, dims, 3.0 if name == "output_norm.weight" else 1.0)
     return tensors
 
 
@@ -185,11 +178,13 @@ def right_tensors(
     that all tokens share, which says nothing.
     """
     width, turn = shape.width, rotation(shape.width)
-    rows = output_rows(target)
+    rows = rows_of(target)
     n_vocab = len(rows)
     shared = np.zeros(width)
     shared[0] = np.sqrt(width)
-    embeddings = np.tile(shared, (n_vocab, 1)) if right != "token" else _embeddings(target)
+    embeddings = (
+        np.tile(shared, (n_vocab, 1)) if right != "token" else rows_of(target, "token_embd.weight").copy()
+    )
     embeddings[shape.mask] = shared
     n_pairs = width // 2
     slopes = shape.freq_base ** (-np.arange(n_pairs) / n_pairs)
@@ -220,34 +215,26 @@ def right_tensors(
     }
     if shape.is_dspark:
         by_guess = right == "guess before"
-        tensors["markov_w1.weight"] = _embeddings(target) if by_guess else np.zeros((n_vocab, width))
+        tensors["markov_w1.weight"] = (
+            rows_of(target, "token_embd.weight") if by_guess else np.zeros((n_vocab, width))
+        )
         tensors["markov_w2.weight"] = 3.0 * guessed
     return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
-def _embeddings(target: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
-    embeddings = next(t for t in gguf.GGUFReader(target).tensors if t.name == "token_embd.weight")
-    rows: npt.NDArray[np.float32] = gguf.quants.dequantize(embeddings.data, embeddings.tensor_type)
-    return rows.copy()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = draft_options(__doc__ or "")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="of d2t; 0: all of the model's (0)"
     )
-    parser.add_argument("--noise", type=float, help="of a right draft; default: the draft is random")
     parser.add_argument("--layers", type=int, default=2, help="of a random draft (2)")
     parser.add_argument("--block", type=int, default=8, metavar="N", help="tokens of a block (8)")
     parser.add_argument("--dspark", action="store_true", help="a guess depends on the one before it")
-    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
     args = parser.parse_args(argv)
     shape = dflash_shape(args.target, n_layers=args.layers, block=args.block, is_dspark=args.dspark)
-    n_vocab = len(vocabulary(os.fspath(args.target))["tokenizer.ggml.tokens"].value)
-    tokens = list(range(0, n_vocab, max(n_vocab // args.tokens, 1)))[: args.tokens] if args.tokens else None
+    n_vocab = n_tokens(args.target)
+    tokens = some_tokens(n_vocab, args.tokens)
     if args.noise is None:
         tensors = random_tensors(shape, n_vocab, None if tokens is None else len(tokens))
         if tokens is None:  # the model lends its own

@@ -9,10 +9,9 @@ before it; ``d2t`` has the tokens of the model's vocabulary that it can guess.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from make_model import finish, rotation, vocabulary
-
-Tensors = Mapping[str, npt.NDArray[np.floating[Any]]]
-KINDS = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
+from draft_files import Tensors, draft_options, n_tokens, random_weights, rows_of, some_tokens, write_tensors
+from make_model import rotation, vocabulary
 
 
 @dataclass(frozen=True)
@@ -130,13 +123,7 @@ def write_eagle3(
         writer.add_bool("eagle3.norm_before_residual", True)
     for key, field in fields.items():
         writer.add_key_value(key, field.value, field.type, field.sub_type)
-    for name, tensor in tensors.items():
-        kind = KINDS[type_name] if tensor.ndim > 1 else KINDS["f32"]
-        data = gguf.quants.quantize(tensor.astype(np.float32), kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    if tokens is not None:
-        writer.add_tensor("d2t", np.array(tokens, np.int64))
-    finish(writer)
+    write_tensors(writer, tensors, tokens, type_name)
     return Path(path)
 
 
@@ -145,8 +132,7 @@ def random_tensors(shape: Eagle3Shape, n_vocab: int, seed: int = 1) -> dict[str,
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, dims in shape.dims(n_vocab).items():
-        values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
-        tensors[name] = (values * (3.0 if name == "output_norm.weight" else 1.0)).astype(np.float32)
+        tensors[name] = random_weights(rng, dims, 3.0 if name == "output_norm.weight" else 1.0)
     return tensors
 
 
@@ -162,7 +148,7 @@ def right_tensors(
     zeros, ones = np.zeros((width, width)), np.eye(width)
     turn = rotation(width)
     turn += noise * np.random.default_rng(7).standard_normal(turn.shape) / np.sqrt(width)
-    rows = output_rows(target)
+    rows = rows_of(target)
     tensors: dict[str, npt.NDArray[Any]] = {**random_tensors(shape, 1)}
     tensors |= {
         "fc.weight": np.concatenate([ones, zeros, zeros], axis=1),
@@ -176,27 +162,16 @@ def right_tensors(
     return {name: values.astype(np.float32) for name, values in tensors.items()}
 
 
-def output_rows(target: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
-    """The output matrix of a model, in float32: a row for each token."""
-    output = next(t for t in gguf.GGUFReader(target).tensors if t.name == "output.weight")
-    rows: npt.NDArray[np.float32] = gguf.quants.dequantize(output.data, output.tensor_type)
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = draft_options(__doc__ or "")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="of d2t; 0: all of the model's (0)"
     )
-    parser.add_argument("--noise", type=float, help="of a right draft; default: the draft is random")
-    parser.add_argument("--type", dest="type_name", default="q8_0", choices=KINDS)
     args = parser.parse_args(argv)
     shape = shape_for(args.target)
-    n_vocab = len(vocabulary(os.fspath(args.target))["tokenizer.ggml.tokens"].value)
-    tokens = list(range(0, n_vocab, max(n_vocab // args.tokens, 1)))[: args.tokens] if args.tokens else None
+    n_vocab = n_tokens(args.target)
+    tokens = some_tokens(n_vocab, args.tokens)
     if args.noise is None:
         tensors = random_tensors(shape, len(tokens or range(n_vocab)))
     else:

@@ -28,7 +28,8 @@ import gguf  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from make_eagle3 import KINDS, Eagle3Shape, shape_for, write_eagle3  # noqa: E402
+from draft_files import KINDS  # noqa: E402
+from make_eagle3 import Eagle3Shape, shape_for, write_eagle3  # noqa: E402
 
 import llamapipe as lp  # noqa: E402
 from llamapipe.llama.batch import DecodeBatch  # noqa: E402

@@ -18,8 +18,9 @@ from typing import Any
 import gguf
 import numpy.typing as npt
 import torch
-from make_eagle3 import KINDS, Eagle3Shape, shape_for
-from make_model import finish, vocabulary
+from draft_files import write_tensors
+from make_eagle3 import Eagle3Shape, shape_for
+from make_model import vocabulary
 from train_eagle3 import (
     Layer,
     Texts,
@@ -114,10 +115,7 @@ def write_mtp(path: Path, target: Path, layer: Mtp, type_name: str = "q8_0") -> 
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
         if tensor.name == "token_embd.weight" and "output.weight" not in names:
             writer.add_tensor("output.weight", data, raw_dtype=tensor.tensor_type)
-    for name, weights in layer.tensors(n_layer).items():
-        kind = KINDS[type_name] if weights.ndim > 1 else KINDS["f32"]
-        writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
-    finish(writer)
+    write_tensors(writer, layer.tensors(n_layer), None, type_name)
 
 
 def main() -> None:

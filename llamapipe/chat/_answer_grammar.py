@@ -195,7 +195,7 @@ class GrammarWriter:
         assert form is not None
         self._add_calls(form, form.opening)
         if not form.trigger:
-            return self._python_tag("calls")
+            return self._tagged_calls()
         literals, answer = self._literals, self._answer
         if answer.text_end and all(map(literals.has_token, (*answer.text_starts, answer.text_end))):
             starts = " | ".join(map(literals.text, answer.text_starts))  # some templates write an empty text
@@ -252,11 +252,11 @@ class GrammarWriter:
             before = before.replace(r"\s*", space)
             self._rules.add("OPENING", rf"/{space}{before}\{{{space}{regex_text(first)}/")
         self._add_calls(form, "", regex_text(form.opening.strip()))
-        return [self._python_tag("calls")]
+        return [self._tagged_calls()]
 
-    def _python_tag(self, calls: str) -> str:
+    def _tagged_calls(self) -> str:
         tag = self._literals.token(PYTHON_TAG)
-        return calls if tag is None else f"{tag}? {calls}"
+        return "calls" if tag is None else f"{tag}? calls"
 
     # ---- calls
     def _prompted_calls(self) -> str:

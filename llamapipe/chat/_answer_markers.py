@@ -1,4 +1,4 @@
-"""Finds the markers of reasoning and text in an answer. ``_call_format.py`` finds the markers of calls.
+"""Finds the markers of reasoning and text in an answer. ``_template_probe.py`` finds the markers of calls.
 
 Reasoning precedes the text. Some templates also mark the text, as in ``<|START_RESPONSE|>…<|END_RESPONSE|>``. The probe
 renders answers with known texts and reads the tags around these texts. A marker that also surrounds a user's message
@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llamapipe.chat._call_format import (
+from llamapipe.chat._call_format import CallFormat, ReasoningMarkers, n_tags, segments
+from llamapipe.chat._template_probe import (
     CONTENT,
     KNOWN_REASONING,
     MAX_MARKER,
     TOOL,
     USER,
-    CallFormat,
-    ReasoningMarkers,
     TemplateProbe,
     common_start,
-    n_tags,
-    segments,
 )
 from llamapipe.chat.messages import REASONING_KEYS
 

@@ -102,7 +102,7 @@ class Rules:
             self.add(name, body(name))
         return self._recursive[key]
 
-    def in_any_order(self, members: Sequence[tuple[bool, str]], join: str = "") -> str:
+    def in_any_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
         """Return the elements that match members in any order, each at most once, with ``join`` between them.
 
         A member is a pair: whether it is required, and its elements. More than 64 members keep their given order.

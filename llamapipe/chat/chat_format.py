@@ -10,12 +10,13 @@ from typing import Any
 from llamapipe._messages import quoted
 from llamapipe.chat._answer_grammar import AnswerGrammar, CallableTool, GrammarWriter
 from llamapipe.chat._answer_markers import AnswerMarkers, MarkerProbe
-from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Render, Style, TemplateProbe, n_tags, segments
+from llamapipe.chat._call_format import PYTHON_TAG, CallFormat, Style, n_tags, segments
 from llamapipe.chat._harmony import FINAL as HARMONY_FINAL
 from llamapipe.chat._harmony import MARKERS as HARMONY_MARKERS
 from llamapipe.chat._harmony import harmony_grammar, is_harmony
 from llamapipe.chat._lark import Literals, SpecialId
 from llamapipe.chat._tagged_arguments import TaggedArguments
+from llamapipe.chat._template_probe import Render, TemplateProbe
 from llamapipe.chat.options import LimitedReasoning
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.tools import Tool
@@ -189,7 +190,7 @@ class ChatFormat:
             return harmony_grammar(answer, self._literals)
         return GrammarWriter(self.calls, answer, self._literals).write()
 
-    def relaxed(self, tool: Tool, keeps_types: bool = True) -> Tool:
+    def relaxed(self, tool: Tool, keeps_types: bool) -> Tool:
         """Return the tool with any JSON object as its arguments, for a schema that no grammar can express.
 
         ``keeps_types``: in the style TAGGED, keep the arguments' types, because a text there may be a string or JSON.
@@ -255,9 +256,7 @@ class ChatFormat:
         close = HARMONY_FINAL if self._harmony else self.reasoning.end
         return LimitedReasoning(self.reasoning.start, self.reasoning.end, close, self._is_open(prompt_tail))
 
-    def continued_tail(
-        self, prompt_tail: str, messages: Any, is_constrained: bool, part: str = "content"
-    ) -> str:
+    def continued_tail(self, prompt_tail: str, messages: Any, is_constrained: bool, part: str) -> str:
         """Return the ``prompt_tail`` for a prompt that ends inside its last message.
 
         ``part``: the part of the message to continue, "content" or "reasoning". Raises InvalidRequestError if a

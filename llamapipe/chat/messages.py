@@ -548,7 +548,7 @@ def kept_messages(
 
 
 def kept_tokens(
-    before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int = 1
+    before: Sequence[int], n_prompt: int, n_ctx: int, max_tokens: int | None, room: int
 ) -> Sequence[int]:
     """Return the tokens before a prompt, without the oldest if they leave too little room for the answer.
 

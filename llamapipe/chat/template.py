@@ -213,7 +213,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_args: Mapping[str, Any],
-        write_calls: WriteCalls | None = None,
+        write_calls: WriteCalls | None,
     ) -> list[str]:
         """Describe the parts of accepted messages that the template omits: tool calls, messages of a role.
 

@@ -182,10 +182,10 @@ def _other_work() -> OtherWork | None:
 class LoadRunner:
     """Runs loads on engines of one model. Prompts share no prefix, so the prefix cache has no effect."""
 
-    def __init__(self, model: lp.Model, seed: int = 1) -> None:
+    def __init__(self, model: lp.Model) -> None:
         vocab = model.vocab
         self._tokens = [t for t in range(vocab.n_vocab) if not vocab.is_control(t)]
-        self._random = random.Random(seed)
+        self._random = random.Random(1)
 
     def __repr__(self) -> str:
         return f"<LoadRunner n_tokens={len(self._tokens)}>"

@@ -8,7 +8,8 @@ here.
 import sys
 from importlib.util import find_spec
 
-from llamapipe._messages import INSTEAD, quoted, unknown_attribute
+from llamapipe._messages import quoted, unknown_attribute
+from llamapipe._names_elsewhere import INSTEAD
 from llamapipe.compat.base import LlamaCache, LlamaDiskCache, LlamaRAMCache, LlamaState
 from llamapipe.compat.llama import Llama
 from llamapipe.compat.options import CONSTANTS

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from llamapipe._messages import INSTEAD, instead_of, quoted, unknown_attribute, wrong_option
+from llamapipe._messages import instead_of, quoted, unknown_attribute, wrong_option
+from llamapipe._names_elsewhere import INSTEAD
 from llamapipe.arguments import check_float, check_int, check_tokens
 from llamapipe.compat import formats, options
 from llamapipe.compat.sampling import SAMPLING_OPTIONS, sampling_params
@@ -253,8 +254,8 @@ class LlamaBase:
                 f"template_args are for a template, and chat_format={quoted(chat_format)} has none; leave one out"
             )
         self.model_path = os.fspath(model_path)
-        # They change what llama-cpp-python prints or allocates, not what it answers.
-        self.verbose, self._logits_all, self._no_perf = verbose, logits_all, no_perf
+        # logits_all and no_perf change what llama-cpp-python prints or allocates, not what it answers.
+        self.verbose = verbose
         self.chat_format = chat_format
         self.chat_handler = None  # another is refused
         self._named = formats.FORMATS.get(chat_format or "")

@@ -20,10 +20,10 @@ from llamapipe.fleet._describe import Asked, describe
 from llamapipe.fleet.catalog import hub_entries
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.server import ollama, ollama_files
+from llamapipe.server import ollama_descriptions, ollama_files
 from llamapipe.server.endpoint import Endpoint, Exchange, JsonResponse, get, post
 from llamapipe.server.errors import ApiError
-from llamapipe.server.ollama import full_name
+from llamapipe.server.ollama import ShowRequest, full_name
 
 if TYPE_CHECKING:
     from llamapipe.server.settings import ServerSettings
@@ -47,10 +47,10 @@ class OllamaModels:
     def routes(self) -> list[Endpoint]:
         """Return the routes."""
         return [
-            get("/", ollama.root, has_key=False),
-            get("/api/version", ollama.version, "The version of this API."),
+            get("/", ollama_descriptions.root, has_key=False),
+            get("/api/version", ollama_descriptions.version, "The version of this API."),
             get("/api/tags", self.tags, "The models."),
-            post("/api/show", self.show, ollama.ShowRequest, "What a model is and can do."),
+            post("/api/show", self.show, ShowRequest, "What a model is and can do."),
             get("/api/ps", self.running, "The models that are loaded."),
             post(
                 "/api/pull", self.pull, ollama_files.PullRequest, "Download a model.", ("403", "404", "429")
@@ -87,7 +87,7 @@ class OllamaModels:
                     )
         return JsonResponse({"models": entries})
 
-    async def show(self, exchange: Exchange, request: ollama.ShowRequest) -> Response:
+    async def show(self, exchange: Exchange, request: ShowRequest) -> Response:
         """``POST /api/show``: the description in a model's file. Loads no model that is on this machine."""
         name = request.model or request.name
         if not name:
@@ -107,7 +107,7 @@ class OllamaModels:
         if shown is None:
             raise ApiError(503, f"the vocabulary of the model {quoted(model.name)} cannot be loaded", "model")
         shown = {**shown, "details": dict(model.facts.details)}  # with the sizes
-        answer = ollama.with_context_length(shown, model.facts.n_ctx)
+        answer = ollama_descriptions.with_context_length(shown, model.facts.n_ctx)
         return JsonResponse({**answer, "modified_at": _date(model.facts.modified_s)})
 
     async def describe(self, models: Sequence[PooledModel]) -> list[dict[str, Any] | None]:

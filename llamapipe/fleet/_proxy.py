@@ -132,8 +132,8 @@ class Forwarded(LateResponse):
         self._body, self._exchange.raw = self._exchange.raw, b""
         has_tools = self._exchange.route == "/v1/responses" and b'"mcp"' in self._body
         try:
-            if not await self._answered(send, began, is_last=has_tools):
-                await self._answered(send, began, is_last=True)
+            if not await self._send_answer(send, began, is_last=has_tools):
+                await self._send_answer(send, began, is_last=True)
         except (UpstreamLostError, ConnectionError):
             error = ApiError(
                 503,
@@ -145,7 +145,7 @@ class Forwarded(LateResponse):
             await self._fail(send, error)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _answered(self, send: Send, began: float, is_last: bool = False) -> bool:
+    async def _send_answer(self, send: Send, began: float, is_last: bool = False) -> bool:
         """Ask the process and send its answer. Returns False if it ended before it answered and the next can be asked.
 
         Raises UpstreamLostError or ConnectionError if no other process can be asked or ``is_last``. Raises ApiError.

@@ -672,16 +672,14 @@ class Pool:
 
     async def families(self) -> list[Family]:
         """Return the metrics of all models, with a label for each."""
-        live = await self._refreshed("families")
+        live = await self._refresh("families")
         return self._totals.with_live(labelled(process.families, model=model.name) for model, process in live)
 
     async def requests(self) -> list[dict[str, Any]]:
         """Return the entries of ``GET /requests`` of all models, the newest first."""
-        return self._totals.requests_with(
-            process.requests for _, process in await self._refreshed("requests")
-        )
+        return self._totals.requests_with(process.requests for _, process in await self._refresh("requests"))
 
-    async def _refreshed(self, about: Subject) -> list[tuple[PooledModel, WorkerProcess]]:
+    async def _refresh(self, about: Subject) -> list[tuple[PooledModel, WorkerProcess]]:
         """Refresh the reports of all processes, and return the models whose process has not ended meanwhile."""
         asked = [model.process for model in self._all if model.process is not None]
         await asyncio.gather(*(process.refresh(_SCRAPE_S, about) for process in asked))

@@ -295,9 +295,9 @@ def run_worker(
     engine: Engine | None,
     worker: Worker,
     host: str,
-    settings: ServerSettings | None = None,
-    embedder: Embedder | None = None,
-    mcp: McpServers | None = None,
+    settings: ServerSettings,
+    embedder: Embedder | None,
+    mcp: McpServers | None,
 ) -> None:
     """Serve an engine on the connections that a supervisor gives to this worker. For the main thread.
 

@@ -144,23 +144,23 @@ def started_on(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def core_shares(n: int, system: Path = _SYSTEM) -> list[CoreShare]:
+def core_shares(n: int) -> list[CoreShare]:
     """Divide the cores that this process may use into ``n`` shares. Raises ValueError if there are fewer cores."""
     quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
     if hasattr(os, "sched_getaffinity"):
-        return divided(n, os.sched_getaffinity(0), quota, system)
+        return divided(n, os.sched_getaffinity(0), quota, _SYSTEM)
     n_cores = os.cpu_count() or 1
     _check(n, n_cores)
     return [CoreShare((), part) for part in _parts(n_cores, n)]
 
 
-def n_numa_nodes(system: Path = _SYSTEM) -> int:
+def n_numa_nodes() -> int:
     """Return the number of NUMA nodes that have cores this process may use; at least 1."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    return max(len(_nodes(allowed, system)), 1)
+    return max(len(_nodes(allowed, _SYSTEM)), 1)
 
 
-def divided(n: int, allowed: set[int], quota: float | None, system: Path = _SYSTEM) -> list[CoreShare]:
+def divided(n: int, allowed: set[int], quota: float | None, system: Path) -> list[CoreShare]:
     """Divide the ``allowed`` cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: see ``cpu_quota``.
 
     ``system``: the folder that contains ``node`` and ``cpu``. Raises ValueError if there are fewer than ``n`` cores.

@@ -31,14 +31,14 @@ class _Wide:
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, reading a few thousand at a time. Raises OSError, ImportError, ValueError."""
-    with _opened(path) as file:
+    with _open(path) as file:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
 
 def count_parquet(path: Path) -> int:
     """Count the rows of a file. Raises as ``read_parquet`` does."""
-    with _opened(path) as file:
+    with _open(path) as file:
         return int(file.metadata.num_rows)
 
 
@@ -132,7 +132,7 @@ def _text(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     try:
         return parquet.ParquetFile(path)

@@ -178,7 +178,7 @@ def _is_compressed(path: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     """Open the bytes of a file, or of standard input. Raises OSError."""
     if path == STDIN:
         # A separate file object, never closed: a thread may still read from it when the program ends.
@@ -237,7 +237,7 @@ def count_records(path: Path) -> int | None:
         except ValueError:  # reading the records reports the error
             return None
     n, is_counted = 0, False
-    with _opened(path) as file:
+    with _open(path) as file:
         while piece := file.readline(_CHUNK_BYTES):  # a part of a line
             if not is_counted and piece.strip():
                 n, is_counted = n + 1, True
@@ -248,7 +248,7 @@ def count_records(path: Path) -> int | None:
 
 def _json_records(path: Path) -> Iterator[Record]:
     index = number = 0  # index of the record, number of the line: blank lines are not records
-    with _opened(path) as file:
+    with _open(path) as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if not line.strip():
@@ -279,7 +279,7 @@ def _parsed(index: int, number: int, line: bytes) -> Record:
 
 
 def _csv_records(path: Path) -> Iterator[Record]:
-    with _opened(path) as file:
+    with _open(path) as file:
         # With Python's limit of 128 KiB, which holds for the whole process, the job would fail at the first long text.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))

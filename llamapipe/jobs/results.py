@@ -45,7 +45,7 @@ class ResultFile:
         # By index: 0 if there is no result; else the record's digest, a bit that is set for a failure, and a bit that
         # is 1.
         self._marks = array("Q")
-        self._file: BinaryIO = _locked(path)
+        self._file: BinaryIO = _open_locked(path)
         try:
             if not overwrite:
                 self._read()
@@ -133,7 +133,7 @@ class ResultFile:
             return
         part = path.with_name(path.name + ".part")
         part.unlink(missing_ok=True)
-        kept = _locked(part)
+        kept = _open_locked(part)
         try:
             shutil.copymode(path, part)
             self._file.seek(0)
@@ -186,7 +186,7 @@ def _has_failed(result: Mapping[str, Any]) -> bool:
     return refused or result.get("error") is not None
 
 
-def _locked(path: Path) -> BinaryIO:
+def _open_locked(path: Path) -> BinaryIO:
     with ExitStack() as stack:
         file: BinaryIO = stack.enter_context(path.open("a+b", buffering=0))
         for left in reversed(range(_TRIES)):

@@ -256,7 +256,7 @@ class Context(Owner):
                 "use type_k='f16'"
             )
         if self._drafts_for is None:  # otherwise only one layer has cells
-            check_kv_memory(self.model, self.n_cells, type_k, type_v)
+            check_kv_memory(self.model, self.n_cells, self.n_seq_max, type_k, type_v)
         software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
             if flash_attn == "on":

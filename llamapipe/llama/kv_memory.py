@@ -134,7 +134,7 @@ def draft_state_bytes(n_ctx: int, n_seq_max: int, width: int, arch: str = "") ->
     return n_seq_max * 2 * 4 * width * n_draft_states(n_ctx, width, arch)
 
 
-def n_draft_states(n_ctx: int, width: int, arch: str = "") -> int:
+def n_draft_states(n_ctx: int, width: int, arch: str) -> int:
     """Return how many of a sequence's last states are always kept. Up to twice as many may be kept."""
     if arch == ASSISTANT:
         return min(_ASSISTANT_STATES, n_ctx)
@@ -287,7 +287,7 @@ def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None
     return None if sizes is None else sizes.total(n_cells, 1)
 
 
-def check_kv_memory(model: Model, n_cells: int, type_k: str, type_v: str, n_seq_max: int = 1) -> None:
+def check_kv_memory(model: Model, n_cells: int, n_seq_max: int, type_k: str, type_v: str) -> None:
     """Raise BackendError if ``n_cells`` KV cells and ``n_seq_max`` states can never fit in this machine's memory.
 
     Keys, values and states count only where no GPU may hold them; the records of cells are always in host memory.

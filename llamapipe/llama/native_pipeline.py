@@ -47,7 +47,7 @@ def can_stage(model: Model, keeps_windows: bool) -> bool:
     return not model.is_recurrent and (keeps_windows or not model.n_swa)
 
 
-def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool = False) -> bool:
+def wants_graph_sampling(model: Model, ring: str, choice: str, keeps_windows: bool) -> bool:
     """Return whether the graph should sample. ``"auto"`` means: only if a real GPU computes.
 
     On a CPU or a software device, llamapipe finds a row's candidates faster without the graph. Raises ValueError if the
@@ -230,7 +230,7 @@ class SavedCells(NotCopyable):
         return is_saved
 
     @classmethod
-    def of_state(cls, context: Context, seq_id: int, again: SavedCells | None = None) -> SavedCells | None:
+    def of_state(cls, context: Context, seq_id: int, again: SavedCells | None) -> SavedCells | None:
         """Copy a sequence's state from a context without a pipeline; None on failure. Call it on the context's thread.
 
         ``again``: a copy whose memory is reused; it is closed on failure.

@@ -129,13 +129,13 @@ class Projector:
     def open(self) -> None:
         """Load the encoder, unless it is loaded. Raises ModelLoadError."""
         with self._opening:
-            self._opened()
+            self._open()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("the model is closed; load it again")
 
-    def _opened(self) -> Any:
+    def _open(self) -> Any:
         """Return the native encoder. The caller holds ``_opening``. Raises EngineClosedError, ModelLoadError."""
         self._check_open()
         if self._handle is not None:
@@ -193,20 +193,20 @@ class Projector:
         # The digest includes the limits: with different limits an image has different rows, which must have different
         # ids.
         digest = sha256(source.digest() + repr(self.limits).encode() + owner).digest()
-        if (hit := self._found(digest)) is not None:
+        if (hit := self._find(digest)) is not None:
             return hit
         with limited(Limit(self._check_open)), self._turns[source.kind].turn(share):
-            if (hit := self._found(digest)) is not None:  # another thread was faster
+            if (hit := self._find(digest)) is not None:  # another thread was faster
                 return hit
             check_wanted()
-            media = self._prepared(source, digest, max_sound_s)
+            media = self._prepare(source, digest, max_sound_s)
             with self._lock:
                 self._cache[digest] = media
                 while len(self._cache) > 1 and sum(map(self._bytes_of, self._cache.values())) > _CACHE_BYTES:
                     self._cache.popitem(last=False)
         return media
 
-    def _found(self, digest: bytes) -> Media | None:
+    def _find(self, digest: bytes) -> Media | None:
         with self._lock:
             if (media := self._cache.get(digest)) is not None:
                 self._cache.move_to_end(digest)
@@ -222,10 +222,10 @@ class Projector:
                 )
         return n_bytes
 
-    def _prepared(self, source: Given, digest: bytes, max_sound_s: float | None) -> Media:
+    def _prepare(self, source: Given, digest: bytes, max_sound_s: float | None) -> Media:
         lib, ffi, n_pixels = self._native.lib, self._native.ffi, 0
         with self._opening:
-            handle = self._opened()
+            handle = self._open()
         if source.kind == "image":
             image = source.pixels()
             height, width, _ = image.shape

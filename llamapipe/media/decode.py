@@ -364,11 +364,11 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 
 
 # ---- the parts of messages
-def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> Given | None:
+def given_in(part: Mapping[str, Any], place: str) -> Given | None:
     """Return the image or sound in a part of a message, in our form or OpenAI's; None for other parts.
 
-    ``reads_files``: in our form, a str may be a path; if False, a str must be a data URL. OpenAI's form has data URLs
-    and base64 only. Raises InvalidRequestError, TypeError.
+    In our form, a str may also be a path. OpenAI's form has data URLs and base64 only. Raises InvalidRequestError,
+    TypeError.
     """
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
@@ -397,7 +397,7 @@ def given_in(part: Mapping[str, Any], place: str, reads_files: bool = True) -> G
         value, rate = value
         if isinstance(rate, bool) or not isinstance(rate, int):
             raise TypeError(f"{place}: the rate of a sound must be an int, not {type(rate).__name__}")
-    if isinstance(value, str) and (value.startswith("data:") or not reads_files):
+    if isinstance(value, str) and value.startswith("data:"):
         value = _of_data_url(place, value)
     return Given("image" if kind == "image" else "sound", value, place, rate)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from llamapipe._messages import INSTEAD, unknown_attribute
+from llamapipe._messages import unknown_attribute
+from llamapipe._names_elsewhere import INSTEAD
 
 
 class NotCopyable:

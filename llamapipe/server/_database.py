@@ -89,7 +89,7 @@ class Database:
         _check_file(path)
         self._file = _identity(path)
         try:
-            self.writer = _connected(path, _OPEN_S)
+            self.writer = _connect(path, _OPEN_S)
             try:
                 for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "secure_delete = ON",
                                "synchronous = NORMAL", "journal_size_limit = 16777216"):  # fmt: skip
@@ -162,7 +162,7 @@ class Database:
                     raise StoreError("the server is shutting down")
                 connection = self._readers.pop() if self._readers else None
             if connection is None:
-                connection = _connected(self.path, _BUSY_S)
+                connection = _connect(self.path, _BUSY_S)
             connection.execute("BEGIN")  # all statements see the same state
             try:
                 return function(*arguments, connection)
@@ -337,7 +337,7 @@ def _distrust(status: os.stat_result) -> str | None:
     return None
 
 
-def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
+def _connect(path: Path, timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,

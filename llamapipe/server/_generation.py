@@ -21,7 +21,7 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
-from llamapipe.server._job import Job, drafted, gathered
+from llamapipe.server._job import Job, drafted, gather
 from llamapipe.server._limits import refuse_long, refuse_long_chat, total_choices
 from llamapipe.server._media import in_request, place_of, with_media
 from llamapipe.server._sampling import with_field
@@ -465,7 +465,7 @@ class ChatJob(Job[ChatDelta]):
         return done
 
     async def _gathered(self) -> ChatCompletion:
-        parts = await gathered(self._exchange, self)
+        parts = await gather(self._exchange, self)
         return ChatCompletion(
             tuple(chat_choice(i, stream) for i, stream in enumerate(parts)),
             self.n_prompt_tokens,

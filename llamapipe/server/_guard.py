@@ -83,7 +83,7 @@ class Guard:
             else:
                 await exchange.send(exchange.error_response(error))
         finally:
-            self._state.finished(exchange)
+            self._state.note_answered(exchange)
 
     def _error(self, scope: Scope, browser: dict[bytes, bytes], hosts: list[bytes]) -> ApiError | None:
         try:

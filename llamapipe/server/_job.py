@@ -117,7 +117,7 @@ class TextJob(Job[Delta]):
         )
 
     async def _gathered(self) -> list[Completion]:
-        parts = await gathered(self._exchange, self)
+        parts = await gather(self._exchange, self)
         scores = await self.prompt_logprobs()
         completions = []
         for p, prompt in enumerate(self._prompts):
@@ -226,7 +226,7 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
         yield data
 
 
-async def gathered(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
+async def gather(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
     """Return the parts of each choice of an answer that is not streamed."""
     streams = job.streams()
     parts: list[list[Part]] = [[] for _ in streams]

@@ -130,7 +130,7 @@ async def _loaded(exchange: Exchange, place: str, url: str, most: int) -> bytes 
         )
     ending = _Ending()
     try:
-        return await _threads().run(fetched, url, settings.media_urls, most, ending)
+        return await _threads().run(fetch, url, settings.media_urls, most, ending)
     except Refused as e:
         raise ApiError(400, f"{place}: {quoted(url[:80])}: {e}", place) from None
     except (asyncio.CancelledError, TimeoutError):  # the client hung up, or its time is over
@@ -169,7 +169,7 @@ class _Ending:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def fetched(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
+def fetch(url: str, allowed: Sequence[str], most: int, ending: _Ending) -> bytes:
     """Fetch the file at an address, ``most`` bytes at most. Blocks until it has arrived.
 
     ``allowed``: the allowed hosts, with a port unless it is the scheme's default. Raises Refused.

@@ -335,7 +335,7 @@ async def responses(exchange: Exchange, request: ResponsesRequest) -> Response:
     except Exception as e:
         if not mcp.n_calls or answer.is_again(e) or not answer.fail(e):  # the answer lists its calls
             raise
-    return JsonResponse(await answer.stored())
+    return JsonResponse(await answer.store())
 
 
 async def count_tokens(exchange: Exchange, request: ResponsesRequest) -> Response:
@@ -636,7 +636,7 @@ class _Answer:
         )
         return await _background.later(self._exchange, response["id"], response, is_stream)
 
-    async def stored(self) -> dict[str, Any]:
+    async def store(self) -> dict[str, Any]:
         """Return the finished response, and store it if the request asks for that."""
         response = self._encoder.response(self._n_input, self._n_cached)
         await self._kept.keep(response, self._given, self._encoder.output)
@@ -665,7 +665,7 @@ class _Answer:
             # After an unexpected one an event ``error`` ends the stream.
             if self._exchange.status == 0 or self.is_again(e) or not self.fail(e):
                 raise
-        yield self._encoder.last(await self.stored())
+        yield self._encoder.last(await self.store())
 
 
 def _fields(request: ResponsesRequest, model: str, kept: Kept) -> dict[str, Any]:

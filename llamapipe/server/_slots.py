@@ -104,7 +104,7 @@ async def download(exchange: Exchange) -> Response:
     """``GET /slots/files/{filename}``: downloads a file, with ``--slot-transfer``."""
     folder = _transferred(exchange)
     path = _path(folder, str(exchange.path_params["filename"]))
-    return Download(_parts(*await _done(exchange, path, _opened, path)))
+    return Download(_parts(*await _done(exchange, path, _open, path)))
 
 
 async def upload(exchange: Exchange) -> Response:
@@ -128,7 +128,7 @@ async def upload(exchange: Exchange) -> Response:
     return JsonResponse({"filename": path.name, "n_tokens": n, "n_bytes": n_bytes})
 
 
-def _opened(path: Path) -> tuple[FileIO, ExitStack]:
+def _open(path: Path) -> tuple[FileIO, ExitStack]:
     """Open a file. Returns the file and an exit stack that closes it."""
     stack = ExitStack()
     try:

@@ -33,6 +33,7 @@ from llamapipe.server import (
     _slots,
     _tokens,
     ollama,
+    ollama_descriptions,
     ollama_files,
     page_routes,
     system,
@@ -217,15 +218,15 @@ OLLAMA_ROUTES = (
          stream_media=_LINES),
     post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts.", model="embedding"),
     post("/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text.", model="embedding"),
-    post("/api/show", ollama.show, ollama.ShowRequest, "What a model is and can do."),
-    get("/api/tags", ollama.tags, "The models that are served."),
-    get("/api/ps", ollama.loaded_models, "The models that are loaded."),
-    get("/api/version", ollama.version, "The version of this API."),
+    post("/api/show", ollama_descriptions.show, ollama.ShowRequest, "What a model is and can do."),
+    get("/api/tags", ollama_descriptions.tags, "The models that are served."),
+    get("/api/ps", ollama_descriptions.loaded_models, "The models that are loaded."),
+    get("/api/version", ollama_descriptions.version, "The version of this API."),
     post("/api/pull", ollama_files.pull, ollama_files.PullRequest, "Download a model.", ("403", "507"),
          stream_media=_LINES),
     post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
     post("/api/delete", ollama_files.delete, ollama_files.DeleteRequest, "Delete a file.", ("403",), method="DELETE"),
-    get("/", ollama.root, has_key=False),
+    get("/", ollama_descriptions.root, has_key=False),
 )  # fmt: skip
 _PAGE_ROUTES = (get("/", page_routes.page, has_key=False), get("/timeline", _of_model(page_routes.timeline)))
 PAGE_ROUTES = (  # the page's routes that need no model

@@ -161,7 +161,7 @@ class Exchange(ClientRequest):
         """Release the memory of the body, however much of it has arrived, because the request has ended."""
         self.raw = b""
         self.release_body()
-        self.gate.freed(self._n_read)
+        self.gate.note_freed(self._n_read)
 
     def refuse_with(self, refuse: Callable[[], object]) -> None:
         """Set the function that ends the request if all bodies together are too large.
@@ -561,7 +561,7 @@ class Endpoint:
             if self.has_key:
                 gate.check(exchange)
             exchange.raw = await exchange.body()
-            with gate.admitted(exchange, self.has_key):  # slow bodies do not count
+            with gate.admit(exchange, self.has_key):  # slow bodies do not count
                 await self._run(exchange)
         except ClientDisconnect as e:
             exchange.status = exchange.status or 499

@@ -127,7 +127,7 @@ class Gate:
             )
 
     @contextmanager
-    def admitted(self, request: ClientRequest, counted: bool) -> Iterator[None]:
+    def admit(self, request: ClientRequest, counted: bool) -> Iterator[None]:
         """Count a request within the context, after its body has arrived. Raises ApiError if there are too many.
 
         Within the context, calls of the engine are made for this client; see ``Tenant``.
@@ -237,7 +237,7 @@ class Gate:
         """
         raise NotImplementedError
 
-    def freed(self, n_bytes: int) -> None:
+    def note_freed(self, n_bytes: int) -> None:
         """Record that memory of a body was freed.
 
         Large amounts are returned to the system soon, because the C library would keep them.
@@ -251,16 +251,16 @@ class Gate:
     def _trim(self) -> None:
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
         self._trims = False
-        self.freed(0)  # starts another trim if much was freed meanwhile
+        self.note_freed(0)  # starts another trim if much was freed meanwhile
 
-    def finished(self, request: ClientRequest) -> None:
+    def note_answered(self, request: ClientRequest) -> None:
         """Count and log an answered request.
 
         Requests to routes that programs poll, and requests that a model's process logs, are logged at level DEBUG.
         """
         times = request.times
         seconds = perf_counter() - times.arrived_at
-        self.metrics.answered(request, seconds)
+        self.metrics.count_answer(request, seconds)
         self.recent.add(request, self.owner_of(request), seconds)
         if self.background is not None and request.is_forwarded and request.route == "/v1/responses":
             self.background.wake()  # a model's process may have stored an answer to compute

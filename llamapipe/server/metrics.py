@@ -61,7 +61,7 @@ class Metrics:
             "llamapipe_request_seconds", "From a request's arrival to the end of its answer.", ["path"]
         )
 
-    def answered(self, request: ClientRequest, seconds: float) -> None:
+    def count_answer(self, request: ClientRequest, seconds: float) -> None:
         """Count a request that was answered, refused or abandoned by the client."""
         self._requests.labels(request.route, str(request.status)).inc()
         self._total.labels(request.route).observe(seconds)

@@ -1,4 +1,4 @@
-"""Ollama's API under ``/api``: chats, texts, embeddings, and information about models.
+"""Ollama's API under ``/api``: chats, texts and embeddings. ``ollama_descriptions`` describes the models.
 
 Open it to change what Ollama's clients send and read. Answers are streams of JSON lines by default; the last line has
 the counts and times. A model's name may end with ``:latest``. Options that tell Ollama how to load the model, such as
@@ -10,7 +10,6 @@ Answers are always read from the engine as a stream, and joined for a client tha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -18,7 +17,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -27,18 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
-import llamapipe
 from llamapipe._messages import quoted
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.options import ChatOptions
 from llamapipe.embedding import Embedder
-from llamapipe.engine import Engine
-from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.fim import FimText, fim_room
-from llamapipe.llama.model import Model
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
 from llamapipe.server._completions import token_limit
@@ -50,20 +44,16 @@ from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server._media import PlacedPart
 from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server._tools import check_functions
-from llamapipe.server.dialects.ollama import OllamaEncoder, date_of, empty_part, nanoseconds
+from llamapipe.server.dialects.ollama import OllamaEncoder, empty_part, nanoseconds
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
-from llamapipe.server.page_routes import page
 from llamapipe.server.state import ServerState
 
-# The version of Ollama's API that this server offers. Clients ask for it before they use newer fields.
-_API_VERSION = "0.13.0"
 _LATEST = ":latest"
 _log = logging.getLogger("llamapipe.server")
 _NO_IMAGES = "this server makes no images"
 _DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
 _MOST_KEPT_S = 1e8
-_YEARS_LOADED = 100  # until a model that stays loaded "expires" in ``/api/ps``
 _Format = Literal["", "json"] | dict[str, Any]
 _Think = bool | Literal["", "low", "medium", "high", "max"]
 _KeepAlive = int | float | str
@@ -179,7 +169,7 @@ class Modelfile(NamedTuple):
     digest: str
 
 
-_NO_MODELFILE = Modelfile(Options(), "", "", "", "")
+NO_MODELFILE = Modelfile(Options(), "", "", "", "")
 
 
 _MODELFILES: WeakKeyDictionary[ServerState, Mapping[str, Modelfile]] = WeakKeyDictionary()
@@ -220,10 +210,10 @@ def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
         for known, modelfile in files.items():
             if is_named(wanted, known):
                 return modelfile
-    return _NO_MODELFILE
+    return NO_MODELFILE
 
 
-def _modelfile_of(state: ServerState, name: str) -> Modelfile:
+def modelfile_for(state: ServerState, name: str) -> Modelfile:
     """Return the Modelfile of a name; if it has none, that of the name with which the model was loaded."""
     return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
 
@@ -278,7 +268,7 @@ class Generates(OllamaRequest, kw_only=True):
             more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
         if (adapter := adapter_of(state, self.model)) is not None:
             more["adapter"] = adapter
-        options, set_there = self.options or Options(), _modelfile_of(state, self.model).options
+        options, set_there = self.options or Options(), modelfile_for(state, self.model).options
         missing = {
             name: value
             for name in Options.__struct_fields__
@@ -434,7 +424,7 @@ async def chat(exchange: Exchange, request: OllamaChatRequest) -> Response:
     check_n_messages(state, request.messages, "messages")
     check_functions(request.tools)
     messages = engine_messages(request.messages)
-    system = _modelfile_of(state, request.model).system
+    system = modelfile_for(state, request.model).system
     if system and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
     return await _conversation(exchange, request, messages, params, request.tools)
@@ -595,7 +585,7 @@ async def generate(exchange: Exchange, request: GenerateRequest) -> Response:
         return await _text(exchange, request, text, before)
     content: Any = _with_images("images", text, request.images) if request.images else text
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-    system = request.system or _modelfile_of(state, request.model).system
+    system = request.system or modelfile_for(state, request.model).system
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return await _conversation(exchange, request, messages, request.sampling(state), before=before)
@@ -662,202 +652,3 @@ async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Respon
         exchange, embedder, "prompt", [request.prompt], None, truncate=True, normalize=False
     )
     return JsonResponse({"embedding": vectors[0].tolist()})
-
-
-# ---- about the server and its models
-async def root(exchange: Exchange) -> Response:
-    """``GET /``: returns the text by which clients recognize Ollama, or for browsers the server's page, if any."""
-    if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
-        return await page(exchange)
-    return PlainTextResponse("Ollama is running")
-
-
-async def version(exchange: Exchange) -> Response:
-    """``GET /api/version``: the version of the API; the field ``llamapipe`` has the server's version."""
-    return JsonResponse({"version": _API_VERSION, "llamapipe": llamapipe.__version__})
-
-
-async def tags(exchange: Exchange) -> Response:
-    """``GET /api/tags``: the served models, under all of their names."""
-    state = exchange.server
-    return JsonResponse({"models": await state.in_thread(_listed, state)})
-
-
-async def loaded_models(exchange: Exchange) -> Response:
-    """``GET /api/ps``: the served models, which stay loaded, with the memory that they use."""
-    state = exchange.server
-    created = datetime.fromtimestamp(state.created, timezone.utc)
-    expires_at = date_of(created.replace(year=created.year + _YEARS_LOADED))
-    entries = []
-    for entry in await state.in_thread(_listed, state):
-        embedder = state.embedder
-        is_chat = any(full_name(name) == entry["name"] for name in (*state.chat_names, *state.adapter_names))
-        owner = state.engine if is_chat or embedder is None else embedder
-        model, n_ctx = owner.model, owner.n_ctx
-        on_gpu = any(device.type in ("gpu", "igpu") for device in model.devices)
-        kept = {key: entry[key] for key in ("name", "model", "size", "digest", "details")}
-        size_vram = entry["size"] if on_gpu else 0
-        entries.append({**kept, "expires_at": expires_at, "size_vram": size_vram, "context_length": n_ctx})
-    return JsonResponse({"models": entries})
-
-
-def _listed(state: ServerState) -> list[dict[str, Any]]:
-    entries = [
-        _entry(name, state.engine, "completion", _modelfile_of(state, name).digest)
-        for name in state.chat_names
-    ]
-    for adapter in state.adapters:
-        if adapter.name in state.adapter_names:
-            entry = _entry(adapter.name, state.engine, "completion", adapter.digest.hex() * 2)
-            details = {**entry["details"], "parent_model": full_name(state.model_names[0])}
-            entries.append({**entry, "size": adapter.size_bytes, "details": details})
-    if state.embedder is not None:
-        entries += [_entry(name, state.embedder, "embedding") for name in state.embedding_names]
-    return list({entry["name"]: entry for entry in reversed(entries)}.values())[::-1]
-
-
-def _entry(name: str, owner: Engine | Embedder, kind: str, digest: str = "") -> dict[str, Any]:
-    model = owner.model
-    return {
-        "name": full_name(name),
-        "model": full_name(name),
-        "modified_at": _modified(model),
-        "size": model.size_bytes,
-        "digest": digest or _digest(model),
-        "details": {**_details(model), "context_length": owner.n_ctx},
-        "capabilities": _capabilities(model, kind),
-    }
-
-
-def _modified(model: Model) -> str:
-    try:
-        seconds = model.path.stat().st_mtime_ns / 1e9
-    except OSError:  # the file was deleted after the start
-        seconds = 0.0
-    return date_of(datetime.fromtimestamp(seconds, timezone.utc))
-
-
-def _digest(model: Model) -> str:
-    """Return a digest of data that identifies the file, because to hash gigabytes would take long."""
-    try:
-        return hashlib.sha256(model.fingerprint).hexdigest()
-    except OSError:
-        return ""
-
-
-def _details(model: Model) -> dict[str, Any]:
-    family = model.metadata.get("general.architecture", "")
-    kind = model.metadata.get("general.file_type", "")
-    return {
-        "parent_model": "",
-        "format": "gguf",
-        "family": family,
-        "families": [family],
-        "parameter_size": parameter_size(model.n_params),
-        "quantization_level": QUANTIZATIONS.get(kind, "unknown"),
-        "context_length": model.n_ctx_train,
-        "embedding_length": model.n_embd,
-    }
-
-
-def _capabilities(model: Model, kind: str) -> list[str]:
-    """Return the capabilities that the model has on this server. Clients offer only these."""
-    names = [kind]
-    if kind == "embedding":
-        return names
-    if model.vocab.fim_tokens is not None:
-        names.append("insert")
-    if model.chat_template is None:
-        return names
-    names += ["vision"] * model.supports_images + ["audio"] * model.supports_audio
-    try:
-        form = model.chat_prompts.chat_format()
-    except (InvalidRequestError, ImportError):  # a broken template, which the server reported at its start
-        return names
-    return names + ["tools"] * form.supports_tools + ["thinking"] * (form.reasoning is not None)
-
-
-def parameter_size(n: int) -> str:
-    """Return a number of parameters in Ollama's form."""
-    for unit, size, digits in (("B", 1e9, 1), ("M", 1e6, 2), ("K", 1e3, 2)):
-        if n >= size:
-            return f"{n / size:.{digits}f}{unit}"
-    return str(n)
-
-
-async def show(exchange: Exchange, request: ShowRequest) -> Response:
-    """``POST /api/show``: returns the description of a model, from its file."""
-    state = exchange.server
-    name = request.model or request.name
-    if not name:
-        raise ApiError(400, "model is missing; give a name of /api/tags", "model")
-    embedder = state.embedder
-    if embedder is not None and is_named(name, *state.embedding_names):
-        shown = await state.in_thread(shown_model, embedder.model, "embedding")
-        return JsonResponse(with_context_length(shown, embedder.n_ctx))
-    check_chat_model(state, name)
-    modelfile = _modelfile_of(state, name)
-    shown = await state.in_thread(shown_model, state.engine.model, "completion", modelfile)
-    return JsonResponse(with_context_length(shown, state.engine.n_ctx))
-
-
-def with_context_length(shown: dict[str, Any], n_ctx: int) -> dict[str, Any]:
-    """Return an answer of ``/api/show`` with the context length that a request may use here.
-
-    The file has the context length of the training, but clients fill the context of the answer.
-    """
-    key = f"{shown['details']['family']}.context_length"
-    return {
-        **shown,
-        "details": {**shown["details"], "context_length": n_ctx},
-        "model_info": {**shown["model_info"], key: n_ctx},
-    }
-
-
-def shown_model(model: Model, kind: str, modelfile: Modelfile = _NO_MODELFILE) -> dict[str, Any]:
-    """Return the answer of ``/api/show``, with the numbers of the file. ``kind``: "completion" or "embedding"."""
-    set_here = "".join(f"PARAMETER {text}\n" for text in modelfile.parameters.splitlines())
-    system = f"SYSTEM {json.dumps(modelfile.system)}\n" if modelfile.system else ""
-    return {
-        "license": modelfile.license or model.metadata.get("general.license", ""),
-        "modelfile": f"FROM {model.path.name}\n{set_here}{system}",
-        "parameters": modelfile.parameters,
-        "template": model.chat_template or "",
-        "system": modelfile.system,
-        "details": _details(model),
-        "model_info": _model_info(model),
-        "capabilities": _capabilities(model, kind),
-        "modified_at": _modified(model),
-    }
-
-
-_NUMBERS_OF_GENERAL = ("general.file_type", "general.quantization_version", "general.alignment")
-
-
-def _model_info(model: Model) -> dict[str, Any]:
-    """Return the file's metadata, with numbers instead of their texts."""
-    family = model.metadata.get("general.architecture", "")
-    info: dict[str, Any] = {}
-    for key, text in model.metadata.items():
-        is_typed = key.startswith((f"{family}.", "tokenizer.ggml.")) or key in _NUMBERS_OF_GENERAL
-        info[key] = _value(text) if is_typed else text
-    return {**info, "general.parameter_count": model.n_params}
-
-
-def _value(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    is_plain = isinstance(value, (int, float, bool)) and value not in (float("inf"), float("-inf"))
-    return value if is_plain and value == value else text
-
-
-# Names for the values of ``general.file_type``, which are numbers of llama.h.
-QUANTIZATIONS = {
-    "0": "F32", "1": "F16", "2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "8": "Q5_0", "9": "Q5_1", "10": "Q2_K",
-    "11": "Q3_K_S", "12": "Q3_K_M", "13": "Q3_K_L", "14": "Q4_K_S", "15": "Q4_K_M", "16": "Q5_K_S", "17": "Q5_K_M",
-    "18": "Q6_K", "19": "IQ2_XXS", "20": "IQ2_XS", "21": "Q2_K_S", "22": "IQ3_XS", "23": "IQ3_XXS", "24": "IQ1_S",
-    "25": "IQ4_NL", "26": "IQ3_S", "27": "IQ3_M", "28": "IQ2_S", "29": "IQ2_M", "30": "IQ4_XS", "31": "IQ1_M",
-    "32": "BF16", "36": "TQ1_0", "37": "TQ2_0", "38": "MXFP4", "39": "NVFP4", "40": "Q1_0", "41": "Q2_0",
-}  # fmt: skip

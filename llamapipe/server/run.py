@@ -129,9 +129,9 @@ def _until_exit(record: logging.LogRecord) -> bool:
 def run_server(
     engine: Engine | None,
     sock: socket.socket,
-    settings: ServerSettings | None = None,
-    embedder: Embedder | None = None,
-    more_sockets: Sequence[socket.socket] = (),
+    settings: ServerSettings,
+    embedder: Embedder | None,
+    more_sockets: Sequence[socket.socket],
 ) -> None:
     """Serve an engine on a socket until SIGTERM or Ctrl-C. Call it in the main thread.
 

@@ -169,9 +169,9 @@ class ServerState(Gate):
         """Why its engine no longer answers; None while it works."""
         return None if self._engine is None else self._engine.failure
 
-    def finished(self, request: ClientRequest) -> None:
-        """Do the same as ``Gate.finished``. A worker whose engine has failed ends, so that a new one replaces it."""
-        super().finished(request)
+    def note_answered(self, request: ClientRequest) -> None:
+        """Do as ``Gate.note_answered``. A worker whose engine has failed ends, so that a new one replaces it."""
+        super().note_answered(request)
         if self.worker is not None and (failure := self.failure) is not None:
             self.worker.fail(str(failure))
 

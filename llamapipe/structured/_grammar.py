@@ -406,7 +406,7 @@ class SchemaGrammar:
             )
         least, most = node.get("minLength", 0), node.get("maxLength")
         if least or most is not None:
-            body = f"({body}) & {length_as_lark(least, most, is_json=True)}"
+            body = f"({body}) & {length_as_lark(least, most)}"
         return self._new("T", f'"\\"" ({body}) "\\""')
 
     def _text(self, value: Any) -> str:

@@ -248,10 +248,9 @@ def as_lark(pattern: str, is_json: bool = False) -> str | None:
     return None if None in options else " | ".join(f"({option})" for option in options)
 
 
-def length_as_lark(least: int, most: int | None, is_json: bool = False) -> str:
-    """Return a Lark term for texts of ``least`` to ``most`` characters. ``is_json``: as in ``as_lark``."""
-    character = CHARACTER if is_json else "(?s:.)"
-    return f"/{character}{{{least},{'' if most is None else most}}}/"
+def length_as_lark(least: int, most: int | None) -> str:
+    """Return a Lark term for strings of ``least`` to ``most`` characters, as JSON writes them."""
+    return f"/{CHARACTER}{{{least},{'' if most is None else most}}}/"
 
 
 def _close(pattern: str, start: int) -> int:

@@ -56,7 +56,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scratch / archive.name.removesuffix(".tar.gz")
 
 
-def test_it_holds_every_file_of_the_project(unpacked: Path) -> None:
+def test_the_archive_holds_every_file_of_the_project(unpacked: Path) -> None:
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("no clone, or no git: nothing says which files are the project's")
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *FOLDERS]
@@ -66,13 +66,13 @@ def test_it_holds_every_file_of_the_project(unpacked: Path) -> None:
     assert not sorted(name for name in expected if not (unpacked / name).is_file())
 
 
-def test_it_holds_the_pictures_of_the_readme(unpacked: Path) -> None:
+def test_the_archive_holds_the_pictures_of_the_readme(unpacked: Path) -> None:
     pictures = [a or b for a, b in PICTURE.findall((unpacked / "README.md").read_text(encoding="utf-8"))]
     assert pictures
     assert not [name for name in pictures if "://" not in name and not (unpacked / name).is_file()]
 
 
-def test_it_holds_nothing_that_was_built(unpacked: Path) -> None:
+def test_the_archive_holds_nothing_that_was_built(unpacked: Path) -> None:
     names = run(["tar", "-tzf", f"{unpacked.name}.tar.gz"], unpacked.parent).splitlines()
     assert len(names) > 300
     built = (".so", ".dylib", ".pyc", ".o")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
 from support.chat_families import FAMILIES, FULL, HERMES, PARIS, TOOLS
-from support.chat_templates import ByteVocabulary, renderer
+from support.chat_templates import ByteVocabulary, cuts, renderer
 
 from llamapipe.chat.chat_format import ChatFormat, differs_from_calls
 from llamapipe.chat.parser import ChatParser
@@ -84,22 +82,10 @@ def parser_of(name: str, lenient: bool = True, **options: Any) -> ChatParser:
     return form_of(name).parser(TOOLS, settings.pop("choice", "auto"), **settings)
 
 
-def cuts(text: str) -> Iterator[list[str]]:
-    """The text whole, by characters, cut once at every place, and in random parts."""
-    yield [text]
-    yield list(text)
-    for at in range(1, len(text)):
-        yield [text[:at], text[at:]]
-    for seed in range(20):
-        picked = random.Random(seed)
-        at_all = sorted(picked.sample(range(len(text) + 1), min(len(text), 5)))
-        yield [text[a:b] for a, b in zip([0, *at_all], [*at_all, len(text)], strict=True)]
-
-
 def parse(name: str, text: str, **options: Any) -> ChatMessage:
     """The answer; the same for every cut."""
     answers = []
-    for parts in cuts(text):
+    for parts in cuts(text, everywhere=True):
         parser = parser_of(name, **options)
         answer = ChatMessage([*map(parser.feed, parts), parser.finish()])
         answers.append((answer.content, answer.reasoning, calls_of(answer)))

@@ -8,7 +8,7 @@ import pytest
 from support.chat_families import FULL, PARIS, TOOLS
 from support.chat_templates import ByteVocabulary, names, parse_answer, renderer, template
 
-from llamapipe.chat._call_format import common_start
+from llamapipe.chat._template_probe import common_start
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.template import ChatTemplate
 from llamapipe.chat.tools import check_tools

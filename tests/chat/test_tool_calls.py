@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.chat_families import FAMILIES, FULL, PARIS, TOOLS, Family
-from support.chat_templates import ByteVocabulary, renderer
+from support.chat_templates import ByteVocabulary, cuts, renderer
 
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
@@ -27,16 +25,6 @@ def vocabulary(family: Family) -> ByteVocabulary:
 @pytest.fixture
 def form(family: Family, vocabulary: ByteVocabulary) -> ChatFormat:
     return ChatFormat.of(renderer(family.template), vocabulary.special_id)
-
-
-def cuts(text: str) -> Iterator[list[str]]:
-    """The text whole, by characters, and in random parts."""
-    yield [text]
-    yield list(text)
-    for seed in range(20):
-        picked = random.Random(seed)
-        at = sorted(picked.sample(range(len(text) + 1), min(len(text), picked.randint(1, 8))))
-        yield [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
 def parse(form: ChatFormat, text: str, tail: str, stream_calls: bool = False) -> ChatMessage:

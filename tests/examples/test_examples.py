@@ -76,7 +76,7 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_twenty() -> None:
+def test_there_are_twenty_examples() -> None:
     assert len([*PROGRAMS, *EXAMPLES.glob("*.ipynb")]) == 20
 
 

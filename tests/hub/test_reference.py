@@ -62,6 +62,6 @@ def test_one_model_matches(names: list[str], pattern: str | None, expected: list
         ([f"m{i}.gguf" for i in range(50)], None, "and 30 more"),
     ],
 )
-def test_none_or_several(names: list[str], pattern: str | None, message: str) -> None:
+def test_a_pattern_that_fits_no_file_or_several(names: list[str], pattern: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(names, pattern, "a/b")

@@ -13,7 +13,7 @@ from typing import Literal
 import gguf
 import numpy as np
 import pytest
-from support.gguf_models import Shape, make_model
+from support.gguf_models import model_for_kernels
 
 import llamapipe as lp
 from llamapipe.errors import ModelLoadError
@@ -23,8 +23,6 @@ Type = gguf.GGMLQuantizationType
 Kernels = Literal["auto", "ggml"]
 MIB = 2**20
 pytestmark = pytest.mark.native
-# 12 MiB in Q4_K and Q6_K, of which the table of embeddings is small.
-SHAPE = Shape(layers=2, width=1024, heads=8, heads_kv=4, ffn=2816, context=512)
 GREEDY = lp.SamplingParams(max_tokens=12, temperature=0)
 PROMPT = list(range(40, 80))
 
@@ -32,11 +30,7 @@ PROMPT = list(range(40, 80))
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which this processor has kernels for all matrices."""
-    lib = native().lib
-    if not all(lib.lp_kernels_have(kind, 1024, 1024) for kind in (Type.Q4_K, Type.Q6_K)):
-        pytest.skip("this processor has no kernels")
-    folder = tmp_path_factory.mktemp("models")
-    return make_model(folder / "model.gguf", shape=SHAPE, type_name="q4_k_m", vocab="builtin-spm")
+    return model_for_kernels(tmp_path_factory.mktemp("models") / "model.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +84,13 @@ def test_all_matrices_are_packed_into_little_more_than_they_take_in_the_file(pac
     assert sum(sizes) <= packed.packed_bytes <= 1.03 * sum(sizes)
 
 
-def test_none_is_packed_with_ggmls_kernels(plain: lp.Model) -> None:
+def test_ggmls_kernels_pack_no_weights(plain: lp.Model) -> None:
     assert (plain.kernels, plain.n_packed_tensors, plain.packed_bytes) == ("ggml", 0, 0)
 
 
-def test_both_compute_the_same_but_for_rounding(packed: lp.Model, plain: lp.Model) -> None:
+def test_packed_and_plain_weights_compute_the_same_but_for_rounding(
+    packed: lp.Model, plain: lp.Model
+) -> None:
     """With random weights, ggml's own results differ as much between batches of other sizes."""
     differences = log_probabilities(packed) - log_probabilities(plain)
     assert np.abs(differences).max() < 0.3 and np.abs(differences).mean() < 0.05

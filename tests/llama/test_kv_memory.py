@@ -125,13 +125,26 @@ def test_small_models(tmp_path: Path) -> None:
 def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "memory_limit", lambda: 2**30)
     with lp.Model(sliding_window_model(tmp_path / "w.gguf")) as model:
-        check_kv_memory(model, 2_000_000, "f16", "f16")
+        check_kv_memory(model, 2_000_000, 1, "f16", "f16")
         with pytest.raises(BackendError, match=r"a context of 3000000 cells needs at least 1\.2 GiB"):
-            check_kv_memory(model, 3_000_000, "f16", "f16")
+            check_kv_memory(model, 3_000_000, 1, "f16", "f16")
     with lp.Model(hybrid_model(tmp_path / "h.gguf")) as model:
-        check_kv_memory(model, 1000, "f16", "f16")
+        check_kv_memory(model, 1000, 1, "f16", "f16")
         with pytest.raises(BackendError, match=r"needs at least 1\.0 GiB"):
-            check_kv_memory(model, 1000, "f16", "f16", n_seq_max=2_200_000)
+            check_kv_memory(model, 1000, 2_200_000, "f16", "f16")
+
+
+def test_a_context_counts_the_states_of_all_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lp.Model(hybrid_model(tmp_path / "h.gguf")) as model:
+        sizes = model_sizes(model, "f16", "f16")
+        assert sizes is not None and sizes.state > 0
+        cells = 16 * 64 * (40 + 64)
+        monkeypatch.setattr(kv_memory, "memory_limit", lambda: cells + 15 * sizes.state)
+        with pytest.raises(BackendError, match="a context of 1024 cells needs"):
+            Context(model, n_ctx=64, n_seq_max=16)
+        Context(model, n_ctx=68, n_seq_max=15).close()
 
 
 def test_arrays_that_are_too_short_give_no_size() -> None:

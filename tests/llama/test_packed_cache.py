@@ -22,7 +22,7 @@ import pytest
 from support.adapters import make_adapter
 from support.bert_model import bert_model
 from support.gguf_document import Document
-from support.gguf_models import Shape, make_model, split_model
+from support.gguf_models import Shape, make_model, model_for_kernels, split_model
 from support.run_script import Script, run_script
 from support.server_process import ServerProcess
 
@@ -30,14 +30,11 @@ import llamapipe as lp
 from llamapipe.errors import ModelLoadError
 from llamapipe.host import files
 from llamapipe.llama._packed_cache import _checksum
-from llamapipe.native.load import native
 
 Type = gguf.GGMLQuantizationType
 MIB = 2**20
 OFFSET = 2 * MIB
 PROMPT = list(range(40, 80))
-# 12 MiB in Q4_K and Q6_K, of which the table of embeddings is small.
-SHAPE = Shape(layers=2, width=1024, heads=8, heads_kv=4, ffn=2816, context=512)
 
 pytestmark = pytest.mark.native
 
@@ -45,11 +42,7 @@ pytestmark = pytest.mark.native
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which this processor has kernels for all matrices."""
-    lib = native().lib
-    if not all(lib.lp_kernels_have(kind, 1024, 1024) for kind in (Type.Q4_K, Type.Q6_K)):
-        pytest.skip("this processor has no kernels")
-    folder = tmp_path_factory.mktemp("models")
-    return make_model(folder / "model.gguf", shape=SHAPE, type_name="q4_k_m", vocab="builtin-spm")
+    return model_for_kernels(tmp_path_factory.mktemp("models") / "model.gguf")
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def cases(folder: Path, name: str) -> list[tuple[str, list[int]]]:
     return [(text, [int(number) for number in line.split()]) for text, line in zip(texts, lines, strict=True)]
 
 
-def test_none_is_forgotten(folder: Path) -> None:
+def test_every_vocabulary_file_has_a_test(folder: Path) -> None:
     names = {path.name for path in folder.glob("ggml-vocab-*.gguf.inp")}
     assert names == {f"ggml-vocab-{name}.gguf.inp" for name in VOCABULARIES}
 

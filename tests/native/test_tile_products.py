@@ -66,7 +66,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(kind: str) -> None:
         np.testing.assert_array_equal(product.compute()[0], together[0, i : i + n])
 
 
-def test_they_are_used_only_where_results_may_vary_with_the_number_of_rows() -> None:
+def test_tiles_are_used_only_where_results_may_vary_with_the_number_of_rows() -> None:
     product = Product("Q4_K", random(1, 96, N_COLUMNS), random(1, LEAST, N_COLUMNS))
     integers = product.compute()
     product.varies = True

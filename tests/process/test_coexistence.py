@@ -105,7 +105,7 @@ def peer(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["peer first", "llamapipe first"])
-def test_both_generate_as_they_do_alone(peer: str, first: bool, alone: list[list[str]]) -> None:
+def test_two_libraries_generate_as_they_do_alone(peer: str, first: bool, alone: list[list[str]]) -> None:
     both = run(*([peer, "llamapipe"] if first else ["llamapipe", peer]))
     assert both["texts"]["llamapipe"] == alone
     theirs = both["texts"][peer]

@@ -55,7 +55,7 @@ def test_an_interrupted_thread_does_not_keep_it(n_threads: int) -> None:
     assert run_script(STORM, n_threads) == "3000\n"
 
 
-def test_it_excludes_other_threads() -> None:
+def test_a_lock_excludes_other_threads() -> None:
     program = """
 import threading
 from llamapipe.locks import Lock

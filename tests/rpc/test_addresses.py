@@ -61,6 +61,6 @@ def test_options_that_leave_nothing_to_workers_are_refused(options: dict[str, ob
 
 
 def test_names_are_looked_up_and_loopback_is_told_from_the_network() -> None:
-    near, far = parse_addresses("rpc", ["localhost:50052", "10.1.2.3:50052"], 16)
+    near, far = parse_addresses(["localhost:50052", "10.1.2.3:50052"], 16)
     assert (near.endpoint, near.is_loopback) == ("127.0.0.1:50052", True)
     assert (far.endpoint, far.is_loopback) == ("10.1.2.3:50052", False)

@@ -86,7 +86,7 @@ def test_an_answer_in_the_background_is_the_answer(engine: lp.Engine, file: Path
         assert len(client.responses.input_items.list(again.id).data) == 3
 
 
-def test_its_input_keeps_its_ids(engine: lp.Engine, file: Path) -> None:
+def test_the_input_of_an_answer_keeps_its_ids(engine: lp.Engine, file: Path) -> None:
     with served(engine, file) as client, Gate(engine) as gate:
         answer = client.responses.create(**LATER)
         gate.wait()
@@ -141,7 +141,7 @@ def test_what_has_no_stream_cannot_be_followed(engine: lp.Engine, file: Path) ->
             assert caught.value.param == "starting_after"
 
 
-def test_it_needs_a_store(engine: lp.Engine, file: Path) -> None:
+def test_a_background_answer_needs_a_store(engine: lp.Engine, file: Path) -> None:
     with (
         serve(engine, settings=ServerSettings(**NAMES)) as server,
         httpx.Client(base_url=f"{server.url}/v1") as http,
@@ -178,7 +178,7 @@ def test_what_is_found_later_is_the_answers_error(engine: lp.Engine, file: Path)
         assert (last.type, last.response.error.code) == ("response.failed", "context_length_exceeded")
 
 
-def test_it_can_be_cancelled(engine: lp.Engine, file: Path) -> None:
+def test_a_background_answer_can_be_cancelled(engine: lp.Engine, file: Path) -> None:
     """Before it begins and while it runs; its stream ends. It cannot be after its end, or if a client waits for it."""
     with served(engine, file) as client, Gate(engine) as gate:
         stream: Any = client.responses.create(**{**LATER, "max_output_tokens": 1500}, stream=True)

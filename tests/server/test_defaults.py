@@ -38,7 +38,9 @@ def text_of(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
-def test_it_holds_where_a_request_says_nothing(demo: lp.Model, path: str, body: dict[str, Any]) -> None:
+def test_a_default_holds_where_a_request_says_nothing(
+    demo: lp.Model, path: str, body: dict[str, Any]
+) -> None:
     with (
         lp.Engine(demo, n_ctx=512, n_seq_max=4) as engine,
         http_client(

@@ -18,7 +18,7 @@ from support.fleet_servers import has_ended
 from support.mcp_agent import http_server
 from support.mcp_servers import PNG, entry, write_file
 
-from llamapipe.server import mcp
+from llamapipe.server import _mcp_stdio, mcp
 from llamapipe.server.mcp import Image, LocalServers, McpError, Result
 from llamapipe.server.mcp_file import HttpServer, StdioServer, entries_of
 
@@ -172,7 +172,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
         ({"command": "/nowhere/at-all"}, "there is no command '/nowhere/at-all'"),
         ({"command": sys.executable, "args": ["-c", "import sys; sys.exit(3)"]}, "did not start: ended"),
         (entry("garbage"), "not MCP messages"),
-        (entry("endless"), f"a message of more than {mcp._MOST_LINE} bytes"),
+        (entry("endless"), f"a message of more than {_mcp_stdio._MOST_LINE} bytes"),
     ],
     ids=["no command", "ends", "garbage", "endless"],
 )
@@ -232,7 +232,7 @@ def test_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_end_ends_what_children_have_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp, "_GRACE_S", 0.1)
+    monkeypatch.setattr(_mcp_stdio, "_GRACE_S", 0.1)
     assert called(tmp_path, "deaf") == Result(["fine"], False)
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from support.bert_model import bert_model
+from support.browser import chromium, page_at
 from support.control import PATIENCE_S, Gate
 from support.fleet_servers import PoolServer, pool_server
 from support.mcp_agent import Agent
@@ -32,15 +33,8 @@ SHOTS = os.environ.get("LLAMAPIPE_SCREENSHOTS")  # a folder to write pictures of
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium here; on Debian ci/setup_chromium_debian.sh installs it")
-    with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +51,8 @@ def url(engine: lp.Engine) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Browser, url: str) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1100, "height": 760})
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.goto(url)
-    yield page
-    page.close()
-    assert not problems
+    with page_at(browser, url) as page:
+        yield page
 
 
 def say(page: Page, text: str) -> None:

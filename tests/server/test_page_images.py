@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.browser import chromium, page_at
 from support.media_models import idefics3_projector, model_with_tile_tokens, png
 
 import llamapipe as lp
@@ -37,15 +37,8 @@ SEND = """([selector, kind, name, data, type]) => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium here; on Debian ci/setup_chromium_debian.sh installs it")
-    with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +55,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Browser, url: str) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1100, "height": 760})
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.goto(url)
-    page.locator("#attach").wait_for()
-    yield page
-    page.close()
-    assert not problems
+    with page_at(browser, url) as page:
+        page.locator("#attach").wait_for()
+        yield page
 
 
 def give(page: Page, kind: str, data: bytes = PNG, name: str = "a.png", type_: str = "image/png") -> None:

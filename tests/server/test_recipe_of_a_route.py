@@ -56,7 +56,7 @@ def answer_and_hold(application: Starlette, body: dict[str, Any]) -> tuple[httpx
     return asyncio.run(longest_hold_s(application, "/v1/count", json.dumps(body).encode()))
 
 
-def test_it_counts(application: Starlette, demo: lp.Model) -> None:
+def test_the_route_counts_tokens(application: Starlette, demo: lp.Model) -> None:
     texts = ["", "Hello", "Once upon a time"]
     answer, _ = answer_and_hold(application, {"texts": texts})
     assert answer.json() == {"counts": [len(demo.tokenize(text)) for text in texts]}
@@ -72,7 +72,9 @@ def test_it_counts(application: Starlette, demo: lp.Model) -> None:
         ({"texts": ["a"], "model": "no such"}, 404, "'no such'"),
     ],
 )
-def test_it_refuses(application: Starlette, body: dict[str, Any], status: int, message: str) -> None:
+def test_the_route_refuses_bad_bodies(
+    application: Starlette, body: dict[str, Any], status: int, message: str
+) -> None:
     answer, _ = answer_and_hold(application, body)
     assert (answer.status_code, message in answer.text) == (status, True)
 

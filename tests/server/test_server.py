@@ -461,7 +461,7 @@ class TestClientsThatLeave:
             closing.result()
 
 
-def test_its_public_names_are_no_modules() -> None:
+def test_public_names_of_the_server_are_no_modules() -> None:
     # `app` was one, as soon as another name had been imported: the module of the same name.
     assert not [name for name in package.__all__ if isinstance(getattr(package, name), ModuleType)]
 

@@ -308,7 +308,7 @@ def test_wrong_requests_are_refused(url: str) -> None:
     assert act(url, 5, "erase")["n_erased"] == 0
 
 
-def test_it_is_off_by_default() -> None:
+def test_slot_files_are_off_by_default() -> None:
     with lp.Engine(lp.demo_model_path(), n_ctx=256) as engine, serve(engine) as server:
         error = act(server.url, 0, "save", "x", status=403)["error"]
         assert "--slot-save-path" in error["message"]

@@ -129,7 +129,7 @@ def test_a_developer_message_is_one(engine: lp.Engine, url: str) -> None:
     assert answer["input_tokens"] == len(engine.model.tokenize_chat(messages))
 
 
-def test_it_must_be_a_text() -> None:
+def test_the_system_prompt_must_be_a_text() -> None:
     with pytest.raises(TypeError, match="system must be"):
         ServerSettings(system=5)  # type: ignore[arg-type]
 

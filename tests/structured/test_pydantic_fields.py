@@ -174,7 +174,7 @@ def engine() -> Iterator[lp.Engine]:
         yield opened
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_sixty_fields() -> None:
     assert len(WHOLE) >= 60
 
 

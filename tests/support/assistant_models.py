@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.eagle3_models import n_tokens
 from support.gguf_models import ARCHITECTURES, TOOLS, make_model
 
 sys.path.append(str(TOOLS))
 
+from draft_files import n_tokens
 from make_assistant import AssistantShape, random_tensors, right_tensors, shape_for, write_assistant
 
 WINDOWS = (True, True, True, False)

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,18 @@ class ByteVocabulary:
         n = matcher.try_consume_tokens(ids)
         accepting = matcher.is_accepting()
         return self._text(ids[:n]).decode(errors="replace"), accepting
+
+
+def cuts(text: str, n_random: int = 20, everywhere: bool = False) -> Iterator[list[str]]:
+    """The text whole, by characters, and in random parts. ``everywhere``: also cut once at every place."""
+    yield [text]
+    yield list(text)
+    for at in range(1, len(text) if everywhere else 1):
+        yield [text[:at], text[at:]]
+    for seed in range(n_random):
+        picked = random.Random(seed)
+        at_all = sorted(picked.sample(range(len(text) + 1), min(len(text), picked.randint(1, 8))))
+        yield [text[a:b] for a, b in zip([0, *at_all], [*at_all, len(text)], strict=True)]
 
 
 def parse_answer(parser: ChatParser, text: str) -> ChatMessage:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.eagle3_models import n_tokens, tensor
 from support.gguf_models import TOOLS
 
 sys.path.append(str(TOOLS))
 
+from draft_files import n_tokens, rows_of
 from make_dflash import Right, dflash_shape, random_tensors, right_shape, right_tensors, write_dflash
 
 SIZES: dict[str, Any] = {"heads": 4, "heads_kv": 2, "head": 32}
@@ -34,7 +34,7 @@ def dflash_draft(
     if noise is None:
         n_vocab = n_tokens(target)
         tensors = random_tensors(shape, n_vocab, None if tokens is None else len(tokens))
-        tensors["token_embd.weight"] = tensor(target, "token_embd.weight")
+        tensors["token_embd.weight"] = rows_of(target, "token_embd.weight")
     else:
         shape = right_shape(shape, right)
         tensors = right_tensors(shape, target, tokens, noise, right)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
-
 from support.gguf_models import ARCHITECTURES, TOOLS, make_model
 
 sys.path.append(str(TOOLS))
 
+from draft_files import n_tokens, rows_of
 from make_eagle3 import Eagle3Shape, random_tensors, right_tensors, shape_for, write_eagle3
 from model_shapes import Architecture
 
@@ -72,20 +71,7 @@ def eagle3_draft(
     else:
         tensors = right_tensors(shape, target, tokens, noise)
     if "token_embd.weight" not in lent:
-        tensors["token_embd.weight"] = tensor(target, "token_embd.weight")
+        tensors["token_embd.weight"] = rows_of(target, "token_embd.weight")
     for name in lent:
         tensors.pop(name, None)
     return write_eagle3(path, target, shape, tensors, tokens, type_name="f32")
-
-
-def tensor(path: Path, name: str):  # type: ignore[no-untyped-def]
-    """A tensor of a file, in float32."""
-    values = next(entry for entry in gguf.GGUFReader(path).tensors if entry.name == name)
-    return gguf.quants.dequantize(values.data, values.tensor_type).reshape(
-        tuple(reversed(values.shape.tolist()))
-    )
-
-
-def n_tokens(path: Path) -> int:
-    """Tokens of a model's vocabulary."""
-    return len(tensor(path, "token_embd.weight"))

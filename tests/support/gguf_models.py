@@ -8,8 +8,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 
 from llamapipe import demo_model_path
+from llamapipe.native.load import native
 from support.gguf_document import ARRAY, BOOL, STRING, Document
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -39,6 +41,18 @@ def tiny_model(path: Path, vocab: str = "builtin-spm", type_name: str = "f16") -
 def tiny_architecture(path: Path, name: str, vocab: str = "builtin-spm", type_name: str = "f16") -> Path:
     """A model with the layers of one of ``ARCHITECTURES`` and tiny widths, of a few MB."""
     return make_model(path, shape=ARCHITECTURES[name].shrunk(), type_name=type_name, vocab=vocab)
+
+
+def model_for_kernels(path: Path) -> Path:
+    """A model of which this processor has kernels for all matrices; skips the test if it has none.
+
+    The weights are 12 MiB in Q4_K and Q6_K, of which the table of embeddings is small.
+    """
+    types = (gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K)
+    if not all(native().lib.lp_kernels_have(kind, 1024, 1024) for kind in types):
+        pytest.skip("this processor has no kernels")
+    shape = Shape(layers=2, width=1024, heads=8, heads_kv=4, ffn=2816, context=512)
+    return make_model(path, shape=shape, type_name="q4_k_m", vocab="builtin-spm")
 
 
 def add_words(writer: gguf.GGUFWriter, n: int) -> None:

@@ -7,7 +7,6 @@ that it allows. ``Differences`` is the list of those that are known, each with i
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 from collections import Counter, defaultdict
@@ -25,7 +24,7 @@ from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.tools import check_tools
 from llamapipe.errors import InvalidRequestError
-from support.chat_templates import ByteVocabulary, renderer, source_of, template, vllm_source
+from support.chat_templates import ByteVocabulary, cuts, renderer, source_of, template, vllm_source
 from support.cpp_cases import PeerCase, read_cases
 from support.gguf_models import find_source
 from support.python_cases import read_python_cases
@@ -101,7 +100,7 @@ def _outcomes(case: PeerCase) -> Iterator[Outcome]:
             raise InvalidRequestError("the template has no tool format")
         tail = _tail(case, form)
         answers = {
-            answer: parts for parts in _cuts(case.text) if (answer := _answer(case, form, tail, parts))
+            answer: parts for parts in cuts(case.text, 4) if (answer := _answer(case, form, tail, parts))
         }
     except InvalidRequestError as error:
         yield Outcome(case, "read", REFUSED, str(error))
@@ -186,16 +185,6 @@ def _expected(case: PeerCase, answer: list[Any]) -> list[Any]:
         ours = answer[2][i][2] if i < len(answer[2]) and not id_ else id_
         calls.append([name, json.loads(arguments or "{}"), ours])
     return [content.strip(), reasoning.strip(), calls]
-
-
-def _cuts(text: str) -> Iterator[list[str]]:
-    """The text whole, by characters, and in parts."""
-    yield [text]
-    yield list(text)
-    for seed in range(4):
-        picked = random.Random(seed)
-        at = sorted(picked.sample(range(len(text) + 1), min(len(text), picked.randint(1, 8))))
-        yield [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
 # ---- the list

@@ -10,7 +10,7 @@ LETTER = "Dear Ben, Today we sailed past a quiet beach. The captain gave me a ma
 STORY = "Once upon a time, there was a clever dog named Nora. One day, Nora was walking to the village"
 
 
-def test_it_writes_letters_and_the_model_stories() -> None:
+def test_the_adapter_writes_letters_and_the_model_stories() -> None:
     path = lp.demo_model_path().with_name("letters.gguf")
     assert path.stat().st_size < 200_000
     with (

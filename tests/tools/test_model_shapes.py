@@ -50,7 +50,7 @@ def test_the_next_token_depends_on_all_that_came_before(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["gemma3-270m", "qwen3.5-0.8b", "rwkv7-0.4b", "glm-4.7-flash"])
-def test_it_generates(name: str, tmp_path: Path) -> None:
+def test_a_model_of_each_shape_generates(name: str, tmp_path: Path) -> None:
     path = tiny_architecture(tmp_path / "m.gguf", name, type_name="q8_0")
     with lp.Model(path) as model, lp.Engine(model, n_ctx=256, n_seq_max=2) as engine:
         params = lp.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

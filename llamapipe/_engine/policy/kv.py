@@ -415,7 +415,7 @@ class KvCache:
             leader.places = sorted({*leader.places, n})
         return n
 
-    def reached(self, request: Request) -> None:
+    def save_reached_state(self, request: Request) -> None:
         """Save the state of a request whose cells have reached one of its places."""
         while request.places and request.places[0] <= request.n_past:
             place = request.places.pop(0)
@@ -459,7 +459,7 @@ class KvCache:
         self._states.drop(key)
         self.memory_ops.append(Forget(key, evicted))
 
-    def computed_alone(self, request: Request, n: int) -> None:
+    def note_computed_alone(self, request: Request, n: int) -> None:
         """Record that a step computed a request's last ``n`` cells and nothing else."""
         if self.exact_multiple is not None and request.n_exact == request.n_past - n:
             request.n_exact += n // self.exact_multiple * self.exact_multiple
@@ -665,7 +665,7 @@ class KvCache:
         request.places.clear()
         request.cells.n_shifted = request.n_past
 
-    def lost(self, slot: int, request: Request | None) -> None:
+    def note_lost(self, slot: int, request: Request | None) -> None:
         """Record that a slot has lost its cells. Its request, if it has one, computes them again."""
         cells = None if request is None else request.cells
         if slot in self.parked:
@@ -675,7 +675,7 @@ class KvCache:
             self._tree.remove(cells)
             self._tree.insert(cells, request.cell_keys()[: cells.n_known], request.spec.cache_key)
 
-    def became_stale(self, slot: int) -> None:
+    def mark_stale(self, slot: int) -> None:
         """Record that the state of a parked sequence is not the state at its end.
 
         With other states, its cells can still be continued.
@@ -703,8 +703,8 @@ class KvCache:
         tokens: Sequence[int],
         cache_key: Hashable,
         n_bytes: int,
-        pinned_by: Request | None = None,
-        is_stale: bool = False,
+        pinned_by: Request | None,
+        is_stale: bool,
     ) -> int | None:
         """Add saved cells from elsewhere, such as the disk. Return their key; None if there is no room.
 
@@ -944,7 +944,7 @@ class KvCache:
         states = self.states_of(tokens, cache_key)
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)
 
-    def saved(self, key: int, n_bytes: int | None) -> None:
+    def note_saved(self, key: int, n_bytes: int | None) -> None:
         """Record the size in bytes of a saved sequence or state; None: it could not be saved."""
         state = self._states_by_key.get(key)
         if state is not None:

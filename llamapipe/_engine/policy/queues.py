@@ -182,7 +182,7 @@ class Waiting:
         else:
             self.paused.remove(request)
 
-    def admitted(self, request: Request) -> None:
+    def note_admitted(self, request: Request) -> None:
         """Record that a request has a slot, or ended without one. A second call for a request does nothing."""
         self._now = max(self._now, request.turn[1])
         caller, request.caller = request.caller, None

@@ -205,7 +205,7 @@ class Scheduler:
         child.active_from = parent.active_from
         self.cache.learn(parent)
 
-    def prepared(self, request: Request) -> None:
+    def queue_prepared(self, request: Request) -> None:
         """Queue a request for a slot after its images and sounds were encoded or its prefix was read."""
         if request in self._waiting.preparing:
             request.awaits_prefix = False
@@ -264,7 +264,7 @@ class Scheduler:
         request.batch_plan = None
         if request.state is State.WAITING:
             self._waiting.remove(request)
-            self._waiting.admitted(request)
+            self._waiting.note_admitted(request)
         else:
             self._running.take(request)
             self.cache.leave(request)
@@ -402,7 +402,7 @@ class Scheduler:
                 return False
         running.use(chosen)
         self._last = None
-        self.turns.changed()
+        self.turns.note_change()
         self._has_carrier = self._carries is not None and self._carries(chosen, chosen)
         self._assigned.clear()
         self.cache.memory_ops.append(UseAdapters(chosen, self._has_carrier))
@@ -496,11 +496,11 @@ class Scheduler:
             if request.batch_plan is plan:
                 request.n_past += n
         if self.cache.exact_multiple is not None and len(plan.scheduled) == 1:
-            self.cache.computed_alone(*plan.scheduled[0])
+            self.cache.note_computed_alone(*plan.scheduled[0])
         if len(plan.scheduled) > plan.n_decode:
             for request, _ in plan.scheduled[plan.n_decode :]:
                 if request.places and request.batch_plan is plan:
-                    self.cache.reached(request)
+                    self.cache.save_reached_state(request)
         for request, targets, *_ in plan.scored:
             if (
                 request.batch_plan is plan
@@ -682,23 +682,23 @@ class Scheduler:
         self.cache.memory_ops += plan.padding
         return [request for request, _ in plan.scheduled if request.batch_plan is plan]
 
-    def cells_changed(self, changes: CellChanges) -> bool:
+    def note_cell_changes(self, changes: CellChanges) -> bool:
         """Record the outcome of ``cache.memory_ops``.
 
         Return False if a sequence lost its cells, so that a request must compute them again.
         """
         for key, n_bytes in changes.saved:
-            self.cache.saved(key, n_bytes)
+            self.cache.note_saved(key, n_bytes)
         lost = set(changes.lost)
         for slot in changes.stale:
             if slot in self.cache.free:
-                self.cache.became_stale(slot)
+                self.cache.mark_stale(slot)
             else:
                 self.cache.memory_ops.append(Remove(slot, 0))
                 lost.add(slot)
         for slot in lost:
             request = next((request for request in self._running if request.slot == slot), None)
-            self.cache.lost(slot, request)
+            self.cache.note_lost(slot, request)
             if request is not None:
                 self._running.recompute(request)
         return not lost
@@ -793,7 +793,7 @@ class Scheduler:
             if request.saved_cells is not None:
                 cache.unpin(request)
             cache.place(request, prefix)
-            waiting.admitted(request)
+            waiting.note_admitted(request)
             if not request.n_total:
                 request.n_cached = request.n_past
             self.dequeued.append(request)

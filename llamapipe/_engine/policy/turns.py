@@ -171,7 +171,7 @@ class SetTurns:
             self._idle_s = 0.0
         return self._idle_s > _WORTH * self.change_s
 
-    def changed(self) -> None:
+    def note_change(self) -> None:
         """Record that the next step is the first with another set."""
         self.n_changes += 1
         self._spent_s, self._n_steps, self._first, self._idle_s = 0.0, 0, None, 0.0

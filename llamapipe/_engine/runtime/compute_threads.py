@@ -60,7 +60,7 @@ class RunDelayPolicy:
         self.limit = max(n, 1)
         self._use(min(self.n, self.limit))
 
-    def computed(self, now_s: float, seconds: float, delay_s: float) -> None:
+    def observe(self, now_s: float, seconds: float, delay_s: float) -> None:
         """Learn that ``n`` threads computed for ``seconds`` and together waited for cores for ``delay_s``."""
         if self.n == 1:
             return
@@ -146,7 +146,7 @@ class StepTimePolicy:
             self._tried_from = None
             self._use(self.limit)
 
-    def stepped(self, now_s: float, n_tokens: int, seconds: float) -> None:
+    def observe(self, now_s: float, n_tokens: int, seconds: float) -> None:
         """Learn that a step of ``n_tokens`` took ``seconds`` with ``n`` threads."""
         recent = self._recent.setdefault(n_tokens, deque(maxlen=_N_LIKE))
         recent.append(seconds)
@@ -283,11 +283,11 @@ class ThreadTuner:
         if is_old and self._by_delay is not None and self._load is not None:
             self._restart_cores(self._load, now_s)
 
-    def launched(self, n_tokens: int) -> None:
+    def note_launch(self, n_tokens: int) -> None:
         """Record that a step of ``n_tokens`` was launched. If launches compute, the step is already computed."""
         now_s = perf_counter()
         if self._by_time is not None:
-            self._by_time.stepped(now_s, n_tokens, now_s - self._launched_s)
+            self._by_time.observe(now_s, n_tokens, now_s - self._launched_s)
             self._launched_s = now_s
         elif now_s >= self._next_s and self._by_delay is not None and self._load is not None:
             self._observe(self._by_delay, self._load, now_s)
@@ -309,7 +309,7 @@ class ThreadTuner:
         if policy.n > 1:
             n_throttled, (_, delay_s) = load.n_throttled(), load.run_and_delay_s()
             if n_throttled == self._n_throttled:  # else they waited for their control group's next period
-                policy.computed(now_s, now_s - self._delay_began_s, delay_s - self._delay_s)
+                policy.observe(now_s, now_s - self._delay_began_s, delay_s - self._delay_s)
             self._delay_began_s, self._delay_s, self._n_throttled = now_s, delay_s, n_throttled
         self._next_s = now_s + _DELAY_EVERY_S
         seconds = now_s - self._cores_began_s

@@ -546,7 +546,7 @@ class StepExecutor:
             self._grids = grids_before_launch  # no sequence has the images of this step
             self._fail(step_id)
         if self.tuner is not None:
-            self.tuner.launched(n)
+            self.tuner.note_launch(n)
         return step_id
 
     def _inputs_of(
@@ -609,7 +609,7 @@ class StepExecutor:
         if step_id < 0:
             self._fail(step_id)
         if self.tuner is not None:
-            self.tuner.launched(self._n)
+            self.tuner.note_launch(self._n)
         return step_id
 
     def _fail(self, code: int) -> NoReturn:

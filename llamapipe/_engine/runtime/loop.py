@@ -168,11 +168,11 @@ class EngineLoop:
                 self._look_on_disk(self._disk, request)
             self._scheduler.add(request)
             if self._encoder is not None and not request.is_encoded:
-                self._encoder.put(request, self._encoded)
+                self._encoder.put(request, self._post_encoded)
             if request.cancelled:
                 self.cancel(request)
 
-    def _encoded(self, request: Request, error: Exception | None) -> None:
+    def _post_encoded(self, request: Request, error: Exception | None) -> None:
         """Post a command once a request's images and sounds are encoded. The encoder's thread calls this."""
         self.inbox.put(self._continue_encoded, request, error)
 
@@ -180,7 +180,7 @@ class EngineLoop:
         if request.state is State.FINISHED:
             return
         if error is None:
-            self._scheduler.prepared(request)
+            self._scheduler.queue_prepared(request)
         else:
             self._fail([request], error)
 
@@ -227,18 +227,18 @@ class EngineLoop:
             self._take_in(sequence, pinned_by)
         elif sequence is not None:
             sequence.close()
-        self._prepared(requests)
+        self._queue_prepared(requests)
 
     def _give_up_read(self, entry: Entry) -> None:
         """Continue requests that waited too long for a file. Until its read ends, no request waits for the disk."""
         if entry in self._reading:
             self._overdue.add(entry)
-            self._prepared(self._reading.pop(entry))
+            self._queue_prepared(self._reading.pop(entry))
 
-    def _prepared(self, requests: Sequence[Request]) -> None:
+    def _queue_prepared(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.state is not State.FINISHED:
-                self._scheduler.prepared(request)
+                self._scheduler.queue_prepared(request)
 
     def cancel(self, request: Request) -> None:
         """End a request in any state."""
@@ -246,7 +246,7 @@ class EngineLoop:
             request.cancelled = True  # ``add``, which comes later, checks it
         elif request.state is not State.FINISHED:
             self._scheduler.cancel(request)
-            self._finished(request)
+            self._deliver_end(request)
 
     def resume(self, request: Request) -> None:
         """Continue a paused request, as far as its token budget allows."""
@@ -274,7 +274,7 @@ class EngineLoop:
             self._scheduler.can_guess = self._scheduler.can_guess or request.spec.speculates
             self._scheduler.drawn(request, token)
             if token == NoToken.SETTLED:  # its last token is delivered already
-                self._finished(request)
+                self._deliver_end(request)
             else:
                 self._undelivered.append((request, token))
         self._await_end_states()
@@ -298,7 +298,7 @@ class EngineLoop:
         self.add(child)
         if parent.state is State.FINISHED:
             self._scheduler.fail(child, parent.error or InvalidRequestError("the generation was cancelled"))
-            self._finished(child)
+            self._deliver_end(child)
 
     def snapshot(self, request: Request) -> Snapshot:
         """Return a snapshot of a resumable request that does not run. Raises the error of a failed request."""
@@ -687,7 +687,7 @@ class EngineLoop:
         changes = self._executor.change_cells(self._scheduler.cache.take_memory_ops())
         if gate.copies_states:  # the gate counts copies separately
             self._turn_began_s += perf_counter() - began
-        return not any(changes) or self._scheduler.cells_changed(changes)
+        return not any(changes) or self._scheduler.note_cell_changes(changes)
 
     # ---- one step
     def _launch(self, plan: BatchPlan, started: float) -> None:
@@ -705,7 +705,7 @@ class EngineLoop:
         try:
             self.in_flight.launch(plan, samplers, planned)
         except (ContextFullError, DecodeError) as e:
-            self._failed(plan, e)
+            self._end_failed_step(plan, e)
         if self._trace is not None and self._trace.on and self.in_flight.steps:
             self._trace.add("plan", self.in_flight.steps[-1].step_id, started, planned)
         self._plan_s += planned - started
@@ -735,7 +735,7 @@ class EngineLoop:
                 damaged = score(executor, oldest)
         except (ContextFullError, DecodeError) as e:  # a step that is computed asynchronously fails here
             self.in_flight.complete_oldest()
-            self._failed(plan, e)
+            self._end_failed_step(plan, e)
             return
         self.in_flight.complete_oldest()
         if self._n_wants_logprobs:
@@ -752,7 +752,7 @@ class EngineLoop:
             self._look_after_late_draws()
         for request, *_ in plan.scored:
             if request.max_tokens == 0 and request.finish_reason is not None and request in self.open:
-                self._finished(request)
+                self._deliver_end(request)
         self._last_step = oldest.step_id
         self._step_times.add(drawn - oldest.began_s)
         scheduler.observe(plan, drawn - oldest.began_s, drawn - self._turn_began_s)
@@ -769,7 +769,7 @@ class EngineLoop:
         self._sample_s += drawn - began
         if not executor.overlaps:
             self._deliver()
-        elif self._micro_batches.stepped(n_sampled):
+        elif self._micro_batches.observe_step(n_sampled):
             scheduler.split_decoding(self._micro_batches.n)
 
     def _deliver(self) -> None:
@@ -794,7 +794,7 @@ class EngineLoop:
                 self._scheduler.stop(request, _n_tokens_of(request, undelivered[-n_left:]) if has_more else 0)
                 has_more = False
             if request.finish_reason is not None and not has_more:
-                self._finished(request)
+                self._deliver_end(request)
         if self.dispatcher.pending:
             self._flush()
         ended = perf_counter()
@@ -811,7 +811,7 @@ class EngineLoop:
             self.cancel(request)
 
     # ---- ends and failures
-    def _finished(self, request: Request) -> None:
+    def _deliver_end(self, request: Request) -> None:
         """Deliver the end of a request. Free its sampler unless the request may continue after a change."""
         if request.state is State.FINISHED:
             spec = request.spec
@@ -831,9 +831,9 @@ class EngineLoop:
         for request in requests:
             if request in self.open:
                 self._scheduler.fail(request, error)
-                self._finished(request)
+                self._deliver_end(request)
 
-    def _failed(self, plan: BatchPlan, error: Exception) -> None:
+    def _end_failed_step(self, plan: BatchPlan, error: Exception) -> None:
         """End the requests of a step that failed, or make room if it found no cells. Other requests continue."""
         self._deliver()
         if isinstance(error, StepAbortedError):
@@ -842,7 +842,7 @@ class EngineLoop:
                     self.cancel(request)
         elif not isinstance(error, ContextFullError) or not self._scheduler.free_cells_after(plan):
             for request in self._scheduler.abort(plan, error):
-                self._finished(request)
+                self._deliver_end(request)
 
     def _end_waiting(self) -> None:
         """Continue or end the requests that wait for a caller while the engine closes."""
@@ -879,4 +879,4 @@ class EngineLoop:
         request.error = error
         request.finish_reason = "cancelled"
         with suppress(Exception):
-            self._finished(request)
+            self._deliver_end(request)

@@ -39,7 +39,7 @@ class MicroBatchSwitch:
         self._before = 0.0  # tokens per second before the try
         self._pause, self._n_paused = 1, 0
 
-    def stepped(self, n_tokens: int) -> bool:
+    def observe_step(self, n_tokens: int) -> bool:
         """Count a step that sampled ``n_tokens``. Return whether ``n`` has changed."""
         if not self._able:
             return False

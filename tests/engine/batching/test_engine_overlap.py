@@ -301,7 +301,7 @@ class TestCohortSwitch:
             for _ in range(micro_batches._WINDOW):
                 now[0] += (compute_s + other_s) / (effect if switch.n == 2 else 1.0) / switch.n
                 executor.compute += compute_s / switch.n
-                switch.stepped(8 // switch.n)
+                switch.observe_step(8 // switch.n)
             counts.append(switch.n)
         return counts
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from support.control import wait_until
+from support.engine_harness import AsItIs
 from support.gguf_models import tiny_architecture
 from support.inside import disk_cache_of
 from support.mtp_models import mtp_model
@@ -732,19 +733,9 @@ with lp.Engine(lp.demo_model_path(), n_ctx=512, cache_dir={str(tmp_path)!r}) as 
     assert [run_script(program).split() for _ in range(2)] == [["0"], ["199"]]
 
 
-class Stored:
-    """The form of states that are what they are."""
-
-    def stored(self, state: Any, n: int, only_state: bool = False) -> list[Any]:
-        return [state]
-
-    def loadable(self, stored: Any, n: int, only_state: bool = False) -> tuple[bytes, bool]:
-        return bytes(stored), True
-
-
 def test_lookups_find_the_longest_prefix(tmp_path: Path) -> None:
     """As often as a file has 64 tokens more; random sequences that share beginnings."""
-    layout = SnapshotFormat(bytes(16), 1, "f16", "f16", cast(Any, Stored()))
+    layout = SnapshotFormat(bytes(16), 1, "f16", "f16", cast(Any, AsItIs()))
     random_ = random.Random(5)
     cache = DiskCache(tmp_path, 2**30, layout, "", 1000, 1000, can_cut=True)
     written: list[tuple[list[int], str | None]] = []

@@ -93,7 +93,7 @@ def test_at_any_time(make_engine: MakeEngine, loop: PlainLoop, how: str) -> None
 @pytest.mark.parametrize(
     "options", [{"prefix_cache": False}, {"cache_bytes": 0}, {"flash_attn": "off"}], ids=str
 )
-def test_is_computed_again_where_its_cells_are_of_no_use(
+def test_a_snapshot_is_computed_again_where_its_cells_are_of_no_use(
     make_engine: MakeEngine, loop: PlainLoop, options: dict[str, Any]
 ) -> None:
     snapshot = snapshot_of(make_engine())

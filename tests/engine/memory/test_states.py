@@ -268,11 +268,11 @@ def test_states_of_unknown_size_stay_within_their_memory() -> None:
         cache.place(request, cache.find(request))
         assert request.places == [96]
         request.n_past = 96
-        cache.reached(request)
+        cache.save_reached_state(request)
     keys = [op.key for op in cache.take_memory_ops() if isinstance(op, SaveState)]
     assert len(keys) == 4
     for key in keys:
-        cache.saved(key, 40)
+        cache.note_saved(key, 40)
     assert cache.n_host_bytes == 80 and cache.take_memory_ops() == [Forget(keys[0]), Forget(keys[1])]
     cache.check_integrity()
 

@@ -46,7 +46,7 @@ class Played:
             is_first = chosen != self.now
             if is_first:
                 self.now = chosen
-                self.turns.changed()
+                self.turns.note_change()
             has_prompt = chosen in self.waits
             step_s = (self.prompt_s if has_prompt else STEP_S) + self.change_s * is_first
             self.turns.observe(4, not has_prompt, step_s)

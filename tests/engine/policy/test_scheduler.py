@@ -131,7 +131,7 @@ class SchedulerHarness:
     def remove(self) -> None:
         """Removes the cells that were given up; then they are what the requests say."""
         while ops := self.scheduler.cache.take_memory_ops():
-            self.scheduler.cells_changed(self.context.change_cells(ops))
+            self.scheduler.note_cell_changes(self.context.change_cells(ops))
         expected: list[list[int]] = [[] for _ in range(self.context.n_seq_max)]
         for request in self.scheduler.live():
             if request.slot >= 0:

@@ -43,7 +43,7 @@ class ScoreHarness:
         self.n_fed = 0
 
     def change_cells(self) -> bool:
-        return self.scheduler.cells_changed(self.context.change_cells(self.cache.take_memory_ops()))
+        return self.scheduler.note_cell_changes(self.context.change_cells(self.cache.take_memory_ops()))
 
     def step(self) -> BatchPlan | None:
         self.change_cells()

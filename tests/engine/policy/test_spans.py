@@ -106,8 +106,8 @@ def test_requests_wait_until_their_images_are_encoded() -> None:
     assert scheduler.plan() is None and scheduler.is_preparing and scheduler.n_queued == 1
     scheduler.add(request([5, 6]))
     assert step(scheduler)[0] == [5, 6]
-    scheduler.prepared(waiting)
-    scheduler.prepared(waiting)  # a second time does nothing
+    scheduler.queue_prepared(waiting)
+    scheduler.queue_prepared(waiting)  # a second time does nothing
     assert not scheduler.is_preparing
     assert waiting.state is State.WAITING
     cancelled = request([1], Picture(2, is_encoded=False), [2])

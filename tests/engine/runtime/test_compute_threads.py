@@ -32,7 +32,7 @@ class Machine:
             n = self.policy.n
             n_over = max(n + self.n_busy - self.n_cores, 0)
             shared = min(n, self.n_busy, n_over)  # threads whose core has other work, too, get half of it
-            self.policy.computed(self.now_s, WINDOW_S, (0.5 * shared + self.noise * n) * WINDOW_S)
+            self.policy.observe(self.now_s, WINDOW_S, (0.5 * shared + self.noise * n) * WINDOW_S)
             if self.now_s - self._cores_s >= CORES_S:
                 idle = max(self.n_cores - n - self.n_busy, 0)
                 self.policy.free(self.now_s, idle + n - 0.5 * shared - 0.05)
@@ -91,7 +91,7 @@ def test_tries_that_fail_become_rare() -> None:
     now_s, increases = 0.0, []
     while now_s < 60:
         now_s += WINDOW_S
-        policy.computed(now_s, WINDOW_S, WINDOW_S)
+        policy.observe(now_s, WINDOW_S, WINDOW_S)
         if policy.n == 1:
             policy.free(now_s, 2.0)
             if policy.n == 2:
@@ -101,8 +101,8 @@ def test_tries_that_fail_become_rare() -> None:
     assert gaps[-1] > 6
     assert len(increases) < 20
     policy.free(now_s + 10, 2.0)
-    policy.computed(now_s + 12, WINDOW_S, 0.0)
-    policy.computed(now_s + 13, 0.1, 0.1)  # after a second that was good, tries are not rare any more
+    policy.observe(now_s + 12, WINDOW_S, 0.0)
+    policy.observe(now_s + 13, 0.1, 0.1)  # after a second that was good, tries are not rare any more
     assert policy.n == 1
     policy.free(now_s + 13.3, 2.0)
     assert policy.n == 2
@@ -111,7 +111,7 @@ def test_tries_that_fail_become_rare() -> None:
 def test_short_waits_change_nothing() -> None:
     policy = RunDelayPolicy(2)
     for i in range(1000):
-        policy.computed(i * WINDOW_S, WINDOW_S, 0.0055 if i % 20 == 0 else 0.0)
+        policy.observe(i * WINDOW_S, WINDOW_S, 0.0055 if i % 20 == 0 else 0.0)
     assert policy.n == 2
 
 
@@ -167,7 +167,7 @@ class Steps:
             n = self.policy.n
             self.now_s += step_s[n]
             self.spent_s[n] = self.spent_s.get(n, 0.0) + step_s[n]
-            self.policy.stepped(self.now_s, n_tokens, step_s[n])
+            self.policy.observe(self.now_s, n_tokens, step_s[n])
 
 
 def test_by_step_times_a_quiet_machine_keeps_its_threads() -> None:
@@ -196,21 +196,21 @@ def test_by_step_times_an_engine_that_began_beside_others_finds_out() -> None:
 def test_by_step_times_a_try_without_like_steps_is_given_up() -> None:
     policy = StepTimePolicy(2)
     for i in range(8):
-        policy.stepped(i * 0.001, 1, 0.001)
+        policy.observe(i * 0.001, 1, 0.001)
     assert policy.n == 1  # a try
     for i in range(64):
-        policy.stepped(0.1 + i * 0.001, 100 + i, 0.001)
+        policy.observe(0.1 + i * 0.001, 100 + i, 0.001)
     assert policy.n == 2
 
 
 def test_by_step_times_a_limit_ends_a_try() -> None:
     policy = StepTimePolicy(4)
     for i in range(8):
-        policy.stepped(i * 0.001, 1, 0.001)
+        policy.observe(i * 0.001, 1, 0.001)
     assert policy.n == 3
     policy.set_limit(2)
     assert policy.n == 2
     for i in range(8):
-        policy.stepped(1 + i * 0.001, 1, 0.001)
+        policy.observe(1 + i * 0.001, 1, 0.001)
     assert policy.n == 1
     assert "n=1 of 4 limit=2" in repr(policy)

@@ -115,7 +115,7 @@ def steps(tuner: ThreadTuner, n: int, seconds: float = 0.0) -> None:
         clock_s = vars(module)["perf_counter"]
         assert isinstance(clock_s, Clock)
         clock_s.now_s += seconds
-        tuner.launched(1)
+        tuner.note_launch(1)
 
 
 def test_threads_that_wait_for_cores_become_fewer_and_idle_cores_bring_them_back(clock: Clock) -> None:

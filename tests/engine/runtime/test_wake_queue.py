@@ -67,7 +67,7 @@ def end(sleepers: list[Sleeper], go_on: threading.Event) -> None:
         assert sleeper.woken is True
 
 
-def test_those_who_keep_their_turn_do_not_hold_up_the_others(executor: StepExecutor) -> None:
+def test_a_thread_that_keeps_its_turn_does_not_hold_up_others(executor: StepExecutor) -> None:
     wake_queue, go_on = WakeQueue(), threading.Event()
     sleepers = [Sleeper(wake_queue, executor, go_on) for _ in range(4)]
     launch(executor, sleepers, wake_queue)

@@ -107,7 +107,7 @@ def test_preempted_while_it_waits(demo: lp.Model) -> None:
         assert slow.result().token_ids == expected
 
 
-def test_its_slot_is_lent(demo: lp.Model) -> None:
+def test_the_slot_of_a_late_request_is_lent(demo: lp.Model) -> None:
     """A request whose token is late waits without a slot, and returns when its token has come."""
     with lp.Engine(demo, n_ctx=256, n_seq_max=1) as engine:
         expected = engine.generate(START, greedy()).token_ids

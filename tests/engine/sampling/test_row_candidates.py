@@ -214,7 +214,7 @@ options_of = st.fixed_dictionaries(
     shift=st.sampled_from([0.0, -30.0, 30.0]),
     accepted=st.lists(st.integers(0, 40), max_size=40),
 )
-def test_are_those_of_the_whole_row(
+def test_candidates_are_those_of_the_whole_row(
     demo: lp.Model,
     reference: Reference,
     given_options: dict[str, Any],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.dflash_models import dflash_draft
 from support.drafting import PROMPTS, RANDOM, check_texts, params, watch
-from support.eagle3_models import eagle3_target, n_tokens
+from support.eagle3_models import eagle3_target
 from support.gguf_document import ARRAY, STRING, Document, unpack
 from support.inside import scheduler_of
 
@@ -332,7 +332,7 @@ def test_drafts_of_other_models_are_refused(
     make_engine: MakeEngine, model: lp.Model, heads: Heads, demo: lp.Model, tmp_path: Path
 ) -> None:
     """With what differs, before llama.cpp sees it."""
-    n_vocab = n_tokens(model.path)
+    n_vocab = model.n_vocab
     of_others = [dflash_draft(tmp_path / f"{i}.gguf", model.path, None, tokens=[5, i]) for i in (n_vocab, -1)]
     no_output = dflash_draft(tmp_path / "c.gguf", model.path, None, tokens=[5, 6], lent=["output.weight"])
     with lp.Model(eagle3_target(tmp_path / "qwen2.gguf", "qwen2")) as qwen2:

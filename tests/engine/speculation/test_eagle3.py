@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from support.drafting import PROMPTS, RANDOM, Drafts, check_texts, params, share_right, watch
-from support.eagle3_models import eagle3_draft, eagle3_target, n_tokens
+from support.eagle3_models import eagle3_draft, eagle3_target
 from support.gguf_document import unpack
 
 import llamapipe as lp
@@ -139,7 +139,7 @@ def test_drafts_of_other_models_are_refused(
     make_engine: MakeEngine, model: lp.Model, heads: dict[str, lp.Model], demo: lp.Model, tmp_path: Path
 ) -> None:
     """With what differs, before llama.cpp sees it; nothing stays open."""
-    right, n_vocab = heads["right"].path, n_tokens(model.path)
+    right, n_vocab = heads["right"].path, model.n_vocab
     wrong_width = edited(tmp_path / "a.gguf", right, "eagle3.target_hidden_size", 64)
     two_layers = edited(tmp_path / "b.gguf", right, "eagle3.block_count", 2)
     of_others = [eagle3_draft(tmp_path / f"{i}.gguf", model.path, None, [5, i]) for i in (n_vocab + 7, -1)]

@@ -203,7 +203,7 @@ def test_an_error_of_a_copy_ends_no_request(
 
 
 @pytest.mark.parametrize("models", [COPIED], indirect=True)
-def test_its_copies_are_closed_with_the_engine(make_engine: MakeEngine, models: Models) -> None:
+def test_copies_of_states_are_closed_with_the_engine(make_engine: MakeEngine, models: Models) -> None:
     with make_engine(models["itself"], n_ctx=256, n_seq_max=2, draft=models["like it"]) as engine:
         engine.generate(PROMPTS[:2], params())
         drafter = scheduler_of(engine).gate.drafter

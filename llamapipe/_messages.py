@@ -34,7 +34,7 @@ def instead_of(name: str, place: str, known: Iterable[str] = ()) -> str | None:
 
 
 # ---- the nearest name
-_LEAST_LIKE_PATH = 0.8
+_LEAST_LIKE_PATH = 0.85
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -80,7 +80,14 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
     as_deep = [name for name in names if name.count("/") == path.count("/")]
     if close := get_close_matches(path, as_deep, 1, _LEAST_LIKE_PATH):
         return close[0]
-    if ends := [name for name in names if name != "/" and path.endswith(name)]:
+    if ends := [
+        name
+        for name in names
+        # A base URL has one part, or the path has its own "/v1": "/v1/fine_tuning/jobs" is not "/jobs".
+        if name != "/"
+        and path.endswith(name)
+        and (name.startswith("/v1") or path.count("/") - name.count("/") == 1)
+    ]:
         return max(ends, key=len)
     if whole := [name for name in names if name.endswith(path)]:
         return min(whole, key=len)

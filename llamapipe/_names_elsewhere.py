@@ -35,6 +35,9 @@ _GUESSED_FIELD = (
     "leave it out: how many tokens are guessed follows from measured times; speculate switches it off"
 )
 _DRAFT_MEMORY = "the draft model has the context and the devices of the model; leave the option out"
+_DRAFT_HF = "use --draft hf:OWNER/REPO/FILE or --draft hf:OWNER/REPO:QUANT"
+_STATES = "--cache-bytes limits saved states; leave the option out"
+_NO_PRESETS = "there are no presets of models; use -m hf:OWNER/REPO:QUANT"
 _LORA_NAMES = "use --lora NAME=FILE; a request names it as its model"
 _PATHS = "a proxy can rewrite paths; or mount llamapipe.server.app(engine) in an application"
 _ROUTES_ON = "/slots, /props and /metrics are always on; leave the option out"
@@ -285,7 +288,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--data-parallel-size": ("--workers",),
         "--allowed-origins": ("--cors",),
         "--gpu-memory-utilization": ("--n-cells",),
-        **dict.fromkeys(("--speculative-config", "--model-draft"), ("--draft",)),
+        **dict.fromkeys(("--speculative-config", "--model-draft", "--spec-draft-model"), ("--draft",)),
         **dict.fromkeys(("--lora-modules", "--enable-lora"), ("--lora",)),
         **dict.fromkeys(("--kv-cache-dtype", "--type_k"), ("--type-k",)),
         "--type_v": ("--type-v",),
@@ -305,7 +308,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(("-p", "--prompt"), "pass the prompt as an argument, without an option"),
         **dict.fromkeys(("-fa", "--flash-attn"), _FLASH_ATTENTION),
         **dict.fromkeys(("--jinja", "-cb", "--cont-batching", "--metrics"), _ALWAYS_ON),
-        **dict.fromkeys(("--slots", "--props"), _ROUTES_ON),
+        **dict.fromkeys(("--slots", "--no-slots", "--props"), _ROUTES_ON),
+        "--no-jinja": "templates are always Jinja; leave the option out",
+        **dict.fromkeys(
+            ("-nocb", "--no-cont-batching"), "requests always share batches; -np 1 computes one at a time"
+        ),
         **dict.fromkeys(
             ("--ssl-key-file", "--ssl-cert-file", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"), _TLS
         ),
@@ -315,8 +322,29 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--models-max": "use --memory SIZE, which all models together may take",
         "--mlock": "only Python has it: lp.Model(path, use_mlock=True)",
         # Others of llama-server.
-        "--no-mmproj": ("--mmproj off",),
-        "--mmproj-url": ("--mmproj",),
+        **dict.fromkeys(("--no-mmproj", "--no-mmproj-auto"), ("--mmproj off",)),
+        **dict.fromkeys(("-mm", "-mmu", "--mmproj-url"), ("--mmproj",)),
+        "--sse-ping-interval": ("--ping",),
+        "--mcp-servers-config": ("--mcp",),
+        **dict.fromkeys(("--cors-methods", "--cors-headers", "--cors-credentials"), ("--cors",)),
+        "--list-devices": "llamapipe doctor lists them",
+        **dict.fromkeys(("-cl", "--cache-list"), "use llamapipe models"),
+        "--reuse-port": "--workers N runs several processes on one port",
+        "--no-models-autoload": "a model is loaded when a request names it",
+        **dict.fromkeys(("-lm", "--load-mode", "--direct-io"), "--no-mmap reads the file into memory"),
+        **dict.fromkeys(("-ncffn", "--n-cpu-ffn"), "-ot PATTERN=DEVICE places tensors"),
+        **dict.fromkeys(
+            ("--ui-config", "--ui-config-file", "--webui-config", "--webui-config-file"),
+            "the page keeps its settings in the browser; --no-page turns it off",
+        ),
+        **dict.fromkeys(
+            ("--embd-gemma-default", "--fim-qwen-1.5b-default", "--fim-qwen-3b-default", "--fim-qwen-7b-default",
+             "--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default", "--gpt-oss-20b-default",
+             "--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default"),
+            _NO_PRESETS,
+        ),
+        **dict.fromkeys(("-dr", "--docker-repo"), _NO_PRESETS.partition("; ")[2]),
+        **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"), _DRAFT_HF),
         "-rea": ("--reasoning",),
         "--mirostat-lr": ("--mirostat-eta",),
         "--mirostat-ent": ("--mirostat-tau",),
@@ -327,29 +355,36 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "--offline": "set the environment variable HF_HUB_OFFLINE=1",
         "--numa": "start the process under numactl",
         **dict.fromkeys(
-            ("-C", "-Cb", "-Cr", "--cpu-mask", "--cpu-range", "--cpu-strict", "--prio", "--poll"), _CORES
+            ("-C", "-Cb", "-Cr", "-Crb", "--cpu-mask", "--cpu-range", "--cpu-strict", "--cpu-mask-batch",
+             "--cpu-range-batch", "--cpu-strict-batch", "--prio", "--poll"),
+            _CORES,
         ),
-        **dict.fromkeys(("-fit", "--fit", "-fitt", "--fit-target"), "llamapipe doctor -m FILE shows what fits"),
         **dict.fromkeys(
-            ("-lv", "--log-verbosity", "--log-file", "--log-disable", "--log-colors", "--log-prefix",
-             "--log-timestamps", "--log-level", "--uvicorn-log-level", "--disable-log-requests",
-             "--enable-log-requests", "--disable-log-stats"),
+            ("-fit", "--fit", "-fitt", "--fit-target", "-fitc", "--fit-ctx"), "llamapipe doctor -m FILE shows what fits"
+        ),
+        **dict.fromkeys(
+            ("-lv", "--log-verbosity", "--log-file", "--log-disable", "--log-colors", "--log-prefix", "--log-jsonl",
+             "--log-timestamps", "--no-log-prefix", "--no-log-timestamps", "--log-level", "--uvicorn-log-level",
+             "--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
             _LOG,
         ),
         **dict.fromkeys(
-            ("--cache-reuse", "-sps", "--slot-prompt-similarity", "--cache-prompt"),
+            ("--cache-reuse", "-sps", "--slot-prompt-similarity", "--cache-prompt", "--cache-idle-slots",
+             "--no-cache-idle-slots"),
             "the longest common prefix is always reused; leave the option out",
         ),
         **dict.fromkeys(
             ("--no-cache-prompt", "--no-enable-prefix-caching"), "each request sets it: the field cache_prompt"
         ),
-        **dict.fromkeys(("-ctxcp", "--ctx-checkpoints"), "--cache-bytes limits saved states; leave the option out"),
+        **dict.fromkeys(
+            ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints", "-cms", "--checkpoint-min-step", "-cpent"), _STATES
+        ),
         "--swa-full": "it is the default, and --no-swa-full turns it off; leave the option out",
         "--no-context-shift": "it is the default, --overflow stop; leave the option out",
         **dict.fromkeys(
             ("--warmup", "--no-warmup", "--perf", "--no-perf", "--check-tensors", "-nr", "--no-repack", "--no-host",
              "--op-offload", "--no-op-offload", "--threads-http", "-dt", "--defrag-thold", "--no-kv-unified",
-             "--backend-sampling", "-bs"),
+             "--backend-sampling", "-bs", "--repack", "-kvo", "--kv-offload", "-no-kvu"),
             _LEAVE_OUT,
         ),
         **dict.fromkeys(("-nkvo", "--no-kv-offload"), "the KV cache is where the layers are: --n-gpu-layers"),
@@ -359,10 +394,18 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
             "only Python has it: model.load_control_vector(path, layers=...)",
         ),
         **dict.fromkeys(
-            ("--draft-max", "--draft-min", "--draft-p-min", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-type"),
+            ("--draft-max", "--draft-min", "--draft-n", "--draft-n-min", "--draft-p-min", "--draft-p-split",
+             "--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min", "--spec-draft-p-split", "--spec-type",
+             "--spec-default", "-lcs", "--lookup-cache-static", "-lcd", "--lookup-cache-dynamic"),
             _GUESSED,
         ),
-        **dict.fromkeys(("-cd", "-td", "-devd", "-ngld", "--ctx-size-draft", "--gpu-layers-draft"), _DRAFT_MEMORY),
+        **dict.fromkeys(
+            ("-cd", "-td", "-tbd", "-devd", "-ngld", "-ctkd", "-ctvd", "--ctx-size-draft", "--gpu-layers-draft",
+             "--n-gpu-layers-draft", "--device-draft", "--cache-type-k-draft", "--cache-type-v-draft",
+             "--threads-draft", "--spec-draft-ngl", "--spec-draft-device", "--spec-draft-type-k",
+             "--spec-draft-type-v", "--spec-draft-threads"),
+            _DRAFT_MEMORY,
+        ),
         **dict.fromkeys(("--webui", "--ui", "--models-autoload"), _ALWAYS_ON),
         "--sleep-idle-seconds": "use --models FILE.toml with ttl, after which an idle model ends",
         "--path": _PATHS,
@@ -407,6 +450,17 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "bench": {"-p": "use --prompt-tokens"},
     "serve": {
         "-p": "use --port",
+        # Options of llama-server that requests set here.
+        "--grammar-file": "each request sets it: the field grammar",
+        "--prefill-assistant": "each request sets it: the field continue_final_message",
+        "--no-prefill-assistant": "it is the default; leave the option out",
+        "--embd-normalize": "each request sets it: the field embd_normalize",
+        "-l": "each request sets it: the field logit_bias",
+        **dict.fromkeys(("-e", "--escape", "--no-escape"), _LEAVE_OUT),
+        **dict.fromkeys(
+            ("-sp", "--special"), "control tokens have no text; the field return_token_ids has their ids"
+        ),
+        **dict.fromkeys(("-jf", "--json-schema-file"), "each request sets it: the field json_schema"),
         "--reasoning-budget": "use --reasoning N",
         "--version": "use llamapipe --version",
         "--config": "give options, or --models FILE.toml, which lists models",
@@ -441,6 +495,7 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
     "conversation": {
         "/set": "options of the command set parameters (llamapipe chat --help), /system TEXT the system message",
         "/read": "llamapipe chat - < FILE reads a message from a file",
+        "/show": "llamapipe doctor -m FILE, or -m ollama:NAME, shows what a model is",
     },
     # Paths of Ollama's server, then of llama-server and others.
     "paths": {
@@ -462,8 +517,10 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         **dict.fromkeys(("/load", "/get_load"), "/metrics and /slots show the load"),
         "/server_info": "use /props or /model_info",
         **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), "a model of serve --models ends after its ttl"),
-        "/pooling": "use /v1/embeddings",
+        **dict.fromkeys(("/pooling", "/embed"), "use /v1/embeddings"),
+        "/info": "use /model_info",
         "/classify": "use /v1/rerank",
+        "/v1/responses/compact": 'send the conversation itself; truncation: "auto" drops its oldest turns',
         "/invocations": "use /v1/chat/completions or /v1/completions",
     },
     # Fields of requests to other servers.

@@ -192,6 +192,15 @@ def _reciprocal(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0") from None
 
 
+def _layers(text: str) -> int:
+    try:
+        return -1 if text == "all" else int(text)
+    except ValueError:  # "auto" of llama.cpp, too
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of layers, or all (llamapipe doctor -m FILE shows what fits)"
+        ) from None
+
+
 # The functions that read an option's text, by the option's kind or by its name.
 _READ: dict[Kind, Callable[[str], Any]] = {
     Kind.INT: int,
@@ -212,6 +221,7 @@ _READ_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "regex": str,
     "choice": str,
     "n_seq_max": number_or_automatic,
+    "n_gpu_layers": _layers,
     "n_threads": number_or_automatic,
     "n_threads_batch": number_or_automatic,
     "cache_bytes": byte_count_or_zero,

@@ -30,9 +30,9 @@ class ChatRequest(Streamed, kw_only=True):
 
     ``chat_template_kwargs``: further variables of the template, such as ``documents``. ``truncation``: "auto" drops the
     oldest turns of a conversation that is too long. ``continue_final_message``: the answer continues the last message,
-    or with "reasoning_content" its reasoning. ``include_reasoning``: false leaves the reasoning out of the answer.
-    ``reasoning_format``: "none" leaves the reasoning in the content with its markers, "deepseek-legacy" puts it in both
-    fields. ``separate_reasoning``: false is the same as "none".
+    or with "reasoning_content" its reasoning. ``prefix`` in that message: the same as true. ``include_reasoning``:
+    false leaves the reasoning out of the answer. ``reasoning_format``: "none" leaves the reasoning in the content with
+    its markers, "deepseek-legacy" puts it in both fields. ``separate_reasoning``: false is the same as "none".
     """
 
     messages: list[dict[str, Any]]
@@ -154,14 +154,17 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     more.update(predicted(request.prediction))
     params = request.params(exchange.server, **more)
     args = _template_args(request)
-    if request.continue_final_message and request.add_generation_prompt:
+    continued = request.continue_final_message
+    if continued is None and request.messages and request.messages[-1].get("prefix") is True:
+        continued = True  # the form of DeepSeek's and Mistral's APIs, and of LiteLLM
+    if continued and request.add_generation_prompt:
         raise ApiError(
             400,
             "add_generation_prompt begins a new message and continue_final_message continues the last one; "
             "give one of them",
             "continue_final_message",
         )
-    if request.add_generation_prompt is False and not request.continue_final_message:
+    if request.add_generation_prompt is False and not continued:
         raise ApiError(
             400,
             "add_generation_prompt is false, so nothing says that the model is to answer: leave it out, give "
@@ -169,11 +172,11 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
             "add_generation_prompt",
         )
     role = request.messages[-1].get("role") if request.messages else None
-    if request.continue_final_message and isinstance(role, str) and role != "assistant":
+    if continued and isinstance(role, str) and role != "assistant":
         raise ApiError(
             400,
-            f"continue_final_message is set, and the last message has the role {quoted(role)}: only an assistant "
-            "message can be continued",
+            f"continue_final_message or prefix is set, and the last message has the role {quoted(role)}: only an "
+            "assistant message can be continued",
             "continue_final_message",
         )
     options = ChatOptions(
@@ -181,7 +184,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
         tools.tool_choice,
         request.parallel_tool_calls is not False,
         template_args=args,
-        continue_last=_CONTINUED[request.continue_final_message],
+        continue_last=_CONTINUED[continued],
         reasoning_format=_reasoning_format(request),
         truncation="auto" if request.truncation == "auto" else "error",
     )

@@ -62,7 +62,11 @@ def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]
         place = place_of(messages, int(match[1]), int(match[2]))
     except (LookupError, TypeError):
         return error
-    return ApiError(400, f"{place}{str(error)[match.end() :]}", place, code_of(error))
+    said = str(error)[match.end() :]
+    if isinstance(messages[int(match[1])]["content"][int(match[2])], PlacedPart):
+        # The type is ours: Anthropic's clients send "image", Ollama's only the data.
+        said = said.replace(" has the type 'image_url';", " is an image;", 1)
+    return ApiError(400, f"{place}{said}", place, code_of(error))
 
 
 async def with_media(

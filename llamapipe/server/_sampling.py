@@ -63,19 +63,30 @@ def slot_name(slot: int | str | None, field: str = "id_slot") -> str:
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The format of the answer's text, in OpenAI's form; ``schema`` is llama-server's."""
+    """The format of the answer's text, in OpenAI's form.
+
+    ``schema`` is llama-server's. ``value`` is Text Generation Inference's, whose client is huggingface_hub's.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
     schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
     def answer_schema(self) -> Any:
         """Return the JSON schema that the answer must match; None allows any text. Raises ApiError 400."""
         if self.type == "text":
             return None
+        if self.schema is not None and self.value is not None and self.schema != self.value:
+            raise ApiError(
+                400,
+                "response_format: schema and value are two names of one field; give one of them",
+                "response_format.value",
+            )
+        schema = self.value if self.schema is None else self.schema
         if self.type == "json_object":
-            return self.schema or {"type": "object"}
-        schema = (self.json_schema or {}).get("schema", self.schema)
+            return schema or {"type": "object"}
+        schema = (self.json_schema or {}).get("schema", schema)
         if schema is None:
             raise ApiError(
                 400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"

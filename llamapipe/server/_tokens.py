@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 from llamapipe.errors import InvalidRequestError
+from llamapipe.server._fields import Only, Unused
 from llamapipe.server._generation import (
     about_conversation,
     check_template_args,
@@ -29,6 +30,8 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of
+
+_AS_TEXT = "/apply-template with add_generation_prompt: false writes the prompt; cut the end of its turn"
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +49,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    # The rest of vLLM's fields, which its clients send with these values.
+    continue_final_message: Annotated[bool | None, Only(False, instead=_AS_TEXT)] = None
+    chat_template: Annotated[
+        str | None, Only(instead="the operator sets it: llamapipe serve --chat-template")
+    ] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

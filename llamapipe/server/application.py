@@ -257,11 +257,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         headers = error.headers
         hint = None
         routes = [route for route in request.app.routes if isinstance(route, Route)]
+        here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        is_id = all("{" in route.path for route in here)
+        if error.status_code == 405 and is_id and instead_of(exchange.path, "paths") is not None:
+            error, headers = HTTPException(404), None  # "compact" is no id of an answer
         if error.status_code == 404:
             hint = _path_hint(exchange.path.rstrip("/"), routes)
         elif error.status_code == 405:  # Starlette names only the methods of the path's first route
-            scope = request.scope
-            here = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
             methods = sorted({method for route in here for method in route.methods or ()})
             headers = {"allow": ", ".join(methods)}
             hint = "use " + " or ".join(method for method in methods if method != "HEAD")

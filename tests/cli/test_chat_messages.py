@@ -169,6 +169,7 @@ def test_commands_that_quit(command: str) -> None:
     [
         ("/claer", "did you mean /clear?"),
         ("/set parameter seed 1", "options of the command set parameters"),
+        ("/show info", "llamapipe doctor -m FILE, or -m ollama:NAME, shows"),
         ("/etc/fstab: what is it?", 'write """ before and after it'),
         ("/regen", "there is no answer yet"),
         ("/wxyz", "/help lists them"),

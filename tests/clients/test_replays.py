@@ -546,6 +546,14 @@ def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None
     assert answer == engine.chat(begun, params, continue_last=True).content
     for wrong in ({"add_generation_prompt": True}, {"continue_final_message": False}):
         assert client.post("/v1/chat/completions", json={**request, **wrong}).status_code == 400
+    # DeepSeek's and Mistral's form. A client that says no in OpenAI's terms gets a new message.
+    marked = {**CHAT, "messages": [*HELLO, {**begun[-1], "prefix": True}]}
+    body = client.post("/v1/chat/completions", json=marked).json()
+    assert body["choices"][0]["message"]["content"] == answer
+    body = client.post("/v1/chat/completions", json={**marked, "continue_final_message": False}).json()
+    assert body["choices"][0]["message"]["content"] == engine.chat(begun, params).content != answer
+    wrong = {**CHAT, "messages": [{**HELLO[0], "prefix": True}]}
+    assert client.post("/v1/chat/completions", json=wrong).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,20 @@ def client(demo: lp.Model) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize(
     "wanted",
-    [response_format(SCHEMA), {"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}],
-    ids=["response_format", "json_schema", "json_schema as text"],
+    [
+        response_format(SCHEMA),
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "value": SCHEMA}},  # huggingface_hub's client sends this
+        {"json_schema": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA)},
+    ],
+    ids=[
+        "response_format",
+        "llama-server's",
+        "Text Generation Inference's",
+        "json_schema",
+        "json_schema as text",
+    ],
 )
 @pytest.mark.parametrize("route", [CHAT, TEXT], ids=["chat", "text"])
 def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]], wanted: Any) -> None:
@@ -101,6 +113,12 @@ def test_a_schema_holds(client: httpx.Client, route: tuple[str, dict[str, Any]],
     [
         (CHAT, response_format(BAD), "response_format", f"response_format: the JSON schema {PLACE}"),
         (CHAT, {"json_schema": BAD}, "json_schema", f"json_schema {PLACE}"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "value": BAD}},
+            "response_format.value",
+            "response_format: schema and value are two names",
+        ),
         (TEXT, response_format(BAD), "response_format", f"response_format: the JSON schema {PLACE}"),
         (TEXT, {"json_schema": BAD}, "json_schema", f"json_schema {PLACE}"),
         (CHAT, {"regex": "("}, "regex", "regex cannot be compiled"),

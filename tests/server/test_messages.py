@@ -243,6 +243,12 @@ def test_what_cannot_be_done_is_refused_in_the_apis_shape(
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_an_error_about_an_image_does_not_name_another_apis_type(client: anthropic.Anthropic) -> None:
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0 is an image; only text is"):
+        client.messages.create(model="demo", max_tokens=4, messages=[{"role": "user", "content": [image]}])
+
+
 def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="'demo'"):
         client.messages.create(model="claude", max_tokens=4, messages=HELLO)

@@ -13,6 +13,7 @@ from support.control import wait_until
 from support.served import http_client, refused
 
 import llamapipe as lp
+from llamapipe._messages import path_meant
 from llamapipe.server import ServerSettings, serve
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -49,6 +50,9 @@ class TestPaths:
             ("GET", "/docs", "/openapi.json describes the routes"),
             ("GET", "/load", "/metrics and /slots"),
             ("POST", "/classify", "use /v1/rerank"),
+            ("POST", "/embed", "use /v1/embeddings"),
+            ("GET", "/info", "use /model_info"),
+            ("POST", "/v1/responses/compact", 'truncation: "auto" drops its oldest turns'),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/Completions", "did you mean /v1/completions?"),
@@ -84,13 +88,17 @@ class TestPaths:
 
     @pytest.mark.parametrize(
         "path",
-        ["/", "/v1/nothing/resp_1", "/v1/nothing", "/favicon.ico", "/v1/images/generations", "/" * 90],
+        [
+            *("/", "/v1/nothing/resp_1", "/v1/nothing", "/favicon.ico", "/v1/images/generations", "/" * 90),
+            "/v1/moderations",
+        ],
     )
     def test_no_hint_is_better_than_a_wrong_one(self, engine: lp.Engine, path: str) -> None:
         with serve(engine, settings=ServerSettings(page=False)) as server:
             answer = httpx.get(server.url + path)
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].endswith(": Not Found")
+        assert path_meant("/v1/fine_tuning/jobs", ["/jobs"]) is None  # the page's route
 
     @pytest.mark.parametrize(
         ("method", "path", "allowed"),

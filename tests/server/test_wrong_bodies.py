@@ -84,9 +84,9 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     (
         "/api/chat",
         {"messages": [{"role": "user", "content": "a", "images": ["AAAA"]}]},
-        "messages.0.images.0 has",
+        "messages.0.images.0 is an image",
     ),
-    ("/api/generate", {"prompt": "a", "images": ["AAAA"]}, "images.0 has"),
+    ("/api/generate", {"prompt": "a", "images": ["AAAA"]}, "images.0 is an image"),
     ("/api/generate", {"prompt": "a", "context": [99999]}, "context contains the token id 99999"),
 ]
 

@@ -63,14 +63,15 @@ def common_fields(call_id: str, kind: str, created: int, model: str) -> dict[str
 class ChunkWriter:
     """Writes the events of one stream of OpenAI's API.
 
-    ``common``: the fields that are the same in each event; they are encoded once. ``with_usage``: each event has a
-    ``usage``, which is null except in the last. ``padded``: a field ``obfuscation`` hides the length of texts.
+    ``common``: the fields that are the same in each event; they are encoded once. ``padded``: a field ``obfuscation``
+    hides the length of texts. As in llama-server and vLLM, only events that have a usage have the field. OpenAI's have
+    null in the others, and clients of llama-server, such as Strands, take an event with the field for the last one.
     """
 
-    def __init__(self, common: Mapping[str, Any], with_usage: bool = False, padded: bool = False) -> None:
+    def __init__(self, common: Mapping[str, Any], padded: bool = False) -> None:
         self._common = common
         self._head = b"data: " + encode_json(self._common)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._tail = b"]}\n\n"
         self._padded = padded
 
     def __repr__(self) -> str:
@@ -188,7 +189,7 @@ class OpenAiEncoder(Encoder[Part_contra]):
         self._form = form
         self._vocab = vocab
         self._times = times
-        self._writer = writer = ChunkWriter({**common, "object": kind}, form.with_usage, form.padded)
+        self._writer = writer = ChunkWriter({**common, "object": kind}, form.padded)
         self._progress = Progress(
             lambda index, progress: writer.progress(choice % index, progress),
             running if form.with_progress else (),

@@ -552,8 +552,8 @@ def test_a_message_is_continued(client: httpx.Client, engine: lp.Engine) -> None
     assert body["choices"][0]["message"]["content"] == answer
     body = client.post("/v1/chat/completions", json={**marked, "continue_final_message": False}).json()
     assert body["choices"][0]["message"]["content"] == engine.chat(begun, params).content != answer
-    wrong = {**CHAT, "messages": [{**HELLO[0], "prefix": True}]}
-    assert client.post("/v1/chat/completions", json=wrong).status_code == 400
+    refused = {**CHAT, "messages": [{**HELLO[0], "prefix": True}]}
+    assert client.post("/v1/chat/completions", json=refused).status_code == 400
 
 
 @pytest.mark.parametrize(

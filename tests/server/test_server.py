@@ -78,7 +78,11 @@ class TestCompletions:
         assert plain["usage"]["prompt_tokens"] > len(tokens)
 
     def test_vllms_clients_count_a_conversation(self, client: httpx.Client, demo: lp.Model) -> None:
-        unchanged = {"continue_final_message": False, "chat_template": None, "mm_processor_kwargs": {}}
+        unchanged: dict[str, Any] = {
+            "continue_final_message": False,
+            "chat_template": None,
+            "mm_processor_kwargs": {},
+        }
         body = {"messages": HELLO, "add_generation_prompt": True, **unchanged}
         assert client.post("/tokenize", json=body).json()["tokens"] == demo.tokenize_chat(HELLO)
         for change in ({"continue_final_message": True}, {"chat_template": "x"}):

@@ -304,7 +304,7 @@ def test_exactly_one_grammar(demo: lp.Model) -> None:
             compile_guide(demo, **options)
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "group": (
         {"regex": 'a"(b'},
         "^regex cannot be compiled: it is not a regular .* followed: unclosed group:\n",

@@ -410,7 +410,7 @@ def check_tool_choice(tool_choice: Any, tools: Iterable[Tool]) -> str:
     if name not in names:
         raise InvalidRequestError(
             f"tool_choice names {quoted(name)}; the tools are {listed(names) or 'none'}"
-            f"{did_you_mean(name, [*names, *_CHOICES], 'tool choice')}"
+            f"{did_you_mean(name, [*names, *(_CHOICES if name is tool_choice else ())], 'tool choice')}"
         )
     return name
 

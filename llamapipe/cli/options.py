@@ -97,6 +97,11 @@ MODEL_HELP = (
 
 def draft_source(text: str) -> str | Path:
     """Return the value of ``--draft``: a model's path, or ``auto`` or ``mtp``. Raises as ``model_path`` does."""
+    if text.isdecimal() and not path_of(text).exists():  # llama.cpp's option was a number of tokens
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a model: --draft takes a file, auto or mtp; how many tokens are guessed follows from "
+            "measured times"
+        )
     return text if text in MTP_CHOICES else model_path(text)
 
 

@@ -10,6 +10,7 @@ from llamapipe.cli._terminal import Terminal
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.hub import Reference, hub_name, model_file, parse
 from llamapipe.ollama_models import PREFIX as OLLAMA
+from llamapipe.ollama_models import short_names
 
 DESCRIPTION = (
     "Download a model from the Hugging Face Hub to its cache, where -m finds it, and print the path of its file. Needs "
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def reference_of(name: str) -> Reference:
     """Return the Hub file that a name refers to. Raises UsageError."""
-    if name.startswith(OLLAMA):
+    if name.startswith(OLLAMA) or name in short_names():
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
     with usage_errors():
         return parse(hub_name(name) or name)

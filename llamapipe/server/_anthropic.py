@@ -262,7 +262,7 @@ def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
     check_n_messages(exchange.server, request.system, "system")
 
 
-def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str, bool]:
+def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str | dict[str, Any], bool]:
     """Return the engine's ``tool_choice``, and whether an answer may have several calls."""
     if tool_choice is None:
         return ("auto" if has_tools else "none"), True
@@ -272,7 +272,7 @@ def _choice(tool_choice: ToolChoice | None, has_tools: bool) -> tuple[str, bool]
     if tool_choice.type == "tool" and tool_choice.name is None:
         raise ApiError(400, "tool_choice: the type 'tool' needs a name", "tool_choice.name")
     if tool_choice.type == "tool" and has_tools:
-        return str(tool_choice.name), parallel
+        return {"type": "function", "function": {"name": tool_choice.name}}, parallel
     if tool_choice.type in ("any", "tool") and not has_tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", "tool_choice")
     return {"auto": "auto", "any": "required", "none": "none"}[tool_choice.type], parallel

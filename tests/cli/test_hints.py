@@ -106,6 +106,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int
             "serve --cache-reuse 256",
             "; the longest common prefix is always reused; leave the option out (see",
         ),
+        ("serve --draft 8", "8 is not a model: --draft takes a file, auto or mtp; how many tokens"),
         (
             "serve --draft-max 8",
             "; how many tokens are guessed follows from measured times; leave the option out (see",

@@ -305,6 +305,15 @@ def test_a_conversation_has_the_system_message_of_the_modelfile(
     )
 
 
+@pytest.mark.parametrize("name", ["mario", "mario:latest", "ollama:mario"])
+def test_what_ollama_downloaded_is_not_ours_to_delete(
+    demo_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(demo_store))
+    assert main(["rm", name]) == 2
+    assert f"{name} belongs to Ollama: use ollama pull or ollama rm" in capsys.readouterr().err
+
+
 def test_an_answer_has_the_parameters_of_the_modelfile(demo_store: Path) -> None:
     pytest.importorskip("jinja2")
     with lp.Model(lp.demo_model_path()) as model:

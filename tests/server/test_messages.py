@@ -243,6 +243,13 @@ def test_what_cannot_be_done_is_refused_in_the_apis_shape(
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_no_word_of_another_api_is_proposed_for_a_tool(client: anthropic.Anthropic) -> None:
+    choice: Any = {"type": "tool", "name": "nope"}
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice names 'nope'") as refused:
+        client.messages.create(model="demo", max_tokens=4, messages=HELLO, tools=[TOOL], tool_choice=choice)
+    assert "did you mean" not in str(refused.value)
+
+
 def test_an_error_about_an_image_does_not_name_another_apis_type(client: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0 is an image; only text is"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.chat_families import FAMILIES, FULL, PARIS, TOOLS, Family
-from support.chat_templates import ByteVocabulary, renderer
+from support.chat_templates import ByteVocabulary, form_of
 
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
@@ -25,8 +25,8 @@ def vocabulary(family: Family) -> ByteVocabulary:
 
 
 @pytest.fixture
-def form(family: Family, vocabulary: ByteVocabulary) -> ChatFormat:
-    return ChatFormat.of(renderer(family.template), vocabulary.special_id)
+def form(family: Family) -> ChatFormat:
+    return form_of(family.template, family.specials)
 
 
 def cuts(text: str) -> Iterator[list[str]]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Many tests start interpreters. Without bytecode each would compile the package, for longer than most then run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Before numpy is imported: on cores that are shared, the threads of its products spin while they wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 with suppress(ImportError):  # not every session has it
     from hypothesis import HealthCheck, settings

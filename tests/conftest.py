@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     import llamapipe as lp
 
 # Nothing native is imported here: tests of the build run before there is a library.
+
+# Many tests start interpreters. Without bytecode each would compile the package, for longer than most then run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Before numpy is imported: on cores that are shared, the threads of its products spin while they wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 with suppress(ImportError):  # not every session has it
     from hypothesis import HealthCheck, settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in sorted(ROOT.glob("llamapipe/**/*.py"))}
 
 
-def imported(name: str, only_at_run_time: bool = False) -> set[str]:
+@cache
+def imported(name: str, only_at_run_time: bool = False) -> frozenset[str]:
     """Every module that a module of ours imports, wherever in its text; with or without those for types only."""
     names: set[str] = set()
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
@@ -61,7 +63,7 @@ def imported(name: str, only_at_run_time: bool = False) -> set[str]:
             assert node.level == 0 and node.module, f"{name} has a relative import: write the whole name"
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {member if member in MODULES else node.module for member in members}
-    return names
+    return frozenset(names)
 
 
 def place(name: str, table: Collection[str]) -> str | None:
@@ -70,7 +72,7 @@ def place(name: str, table: Collection[str]) -> str | None:
     return max((entry for entry in table if f"{file}.".startswith(f"{entry}.")), key=len, default=None)
 
 
-def ours(names: set[str]) -> set[str]:
+def ours(names: Set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] == "llamapipe"}
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from support.chat_families import FAMILIES, FULL, TOOLS, Family
-from support.chat_templates import ByteVocabulary, renderer
+from support.chat_templates import form_of
 
 import llamapipe as lp
-from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
 from llamapipe.compat.formats import FUNCTION_CALLING
 
@@ -17,7 +16,7 @@ from llamapipe.compat.formats import FUNCTION_CALLING
 @pytest.mark.parametrize("choice", ["required", "get_weather"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_every_beginning_of_a_call(family: Family, choice: str) -> None:
-    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    form = form_of(family.template, family.specials)
     for n in range(len(family.full) + 1):
         for stream_calls in (False, True):
             parser = form.parser(TOOLS, choice, prompt_tail=family.tail, stream_calls=stream_calls)
@@ -31,7 +30,7 @@ def test_every_beginning_of_a_call(family: Family, choice: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_a_call_that_the_model_chose(family: Family) -> None:
     """Where a marker begins calls, at most its first character is content; where JSON does, it stays content."""
-    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    form = form_of(family.template, family.specials)
 
     def contents(cut_off: bool) -> list[str]:
         texts = []
@@ -51,7 +50,7 @@ def test_a_call_that_the_model_chose(family: Family) -> None:
 def test_text_that_ends_like_a_marker() -> None:
     """Only where the answer was cut off is it taken for the start of one, and not if it may be a word."""
     family = FAMILIES["Hermes"]
-    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    form = form_of(family.template, family.specials)
     for text, is_cut_off, content in (
         ("Now a<to", False, "Now a<to"),
         ("Now a<to", True, "Now a"),
@@ -78,7 +77,7 @@ def test_a_marker_of_control_tokens_and_text_that_is_cut(end: str, content: str)
 
 def test_a_head_that_is_cut_is_no_call() -> None:
     """Kimi K3 may leave out the number after the name; where the text ends within it, it was not left out."""
-    form = ChatFormat.of(renderer("Kimi-K3"), lambda text: None)
+    form = form_of("Kimi-K3")
     assert form.calls is not None and form.reasoning is not None
     tail = form.reasoning.start + form.reasoning.end
     text = form.calls.written([("", "get_weather", FULL)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.chat_families import FAMILIES, FULL, PARIS, TOOLS, Family
-from support.chat_templates import ByteVocabulary, cuts, renderer
+from support.chat_templates import ByteVocabulary, cuts, form_of
 
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.results import ChatMessage
@@ -23,8 +23,8 @@ def vocabulary(family: Family) -> ByteVocabulary:
 
 
 @pytest.fixture
-def form(family: Family, vocabulary: ByteVocabulary) -> ChatFormat:
-    return ChatFormat.of(renderer(family.template), vocabulary.special_id)
+def form(family: Family) -> ChatFormat:
+    return form_of(family.template, family.specials)
 
 
 def parse(form: ChatFormat, text: str, tail: str, stream_calls: bool = False) -> ChatMessage:

@@ -284,7 +284,7 @@ class TestEnds:
         begun, answers = threading.Event(), SimpleQueue[Any]()
         call = EmbedCall([[2, 5, 6, 3]] * 3000, answers.put, lambda _: begun.set())
         with lp.Model(file_and_bert[0]) as model:
-            worker = Worker(EmbeddingContext(model))
+            worker = Worker(EmbeddingContext(model, n_threads=1))
             worker.start()
             worker.submit(call)
             begun.wait()

@@ -59,7 +59,7 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ("/score", {"text_1": "a", "text_2": ["b"] * 250_000}),
         ("/score", {"text_1": ["a"] * 4_999, "text_2": ["b"] * 4_999}),
     ],
-    ids=lambda value: json.dumps(value)[:40],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),  # not the text of a large body
 )
 def test_the_loop_is_not_held(application: Starlette, path: str, body: dict[str, Any]) -> None:
     answer, longest_s = asyncio.run(longest_hold_s(application, path, json.dumps(body).encode()))

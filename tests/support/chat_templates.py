@@ -7,13 +7,14 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import llguidance
 import pytest
 
+from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.parser import ChatParser
 from llamapipe.chat.results import ChatMessage
 from llamapipe.chat.template import ChatTemplate
@@ -191,3 +192,9 @@ def cuts(text: str, n_random: int = 20, everywhere: bool = False) -> Iterator[li
 def parse_answer(parser: ChatParser, text: str) -> ChatMessage:
     """A whole answer at once."""
     return ChatMessage([parser.feed(text), parser.finish()])
+
+
+@cache
+def form_of(name: str, specials: tuple[str, ...] = ()) -> ChatFormat:
+    """What is found by probing a template, where these are control tokens; the probes take a while."""
+    return ChatFormat.of(renderer(name), ByteVocabulary(specials).special_id)

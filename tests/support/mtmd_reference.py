@@ -68,7 +68,7 @@ class Reference:
         address = int(native_module.ffi.cast("uintptr_t", model.handle))
         self._media = lib.mtmd_init_from_file(str(mmproj).encode(), _P(address), params)
         assert self._media
-        self._context = Context(model, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch, **options)
+        self._context = Context(model, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch, n_threads=1, **options)
         self._native, self._n_batch, self._n_vocab = native_module, n_batch, model.n_vocab
 
     def logprobs(self, text: str, media: Sequence[Array]) -> tuple[int, npt.NDArray[np.float64]]:

@@ -68,7 +68,7 @@ def test_text_that_ends_like_a_marker() -> None:
 def test_a_marker_of_control_tokens_and_text_that_is_cut(end: str, content: str) -> None:
     """The text between the control tokens is no content."""
     family = FAMILIES["Kimi K3"]
-    form = ChatFormat.of(renderer(family.template), ByteVocabulary(family.specials).special_id)
+    form = form_of(family.template, family.specials)
     for parts in ([f"Yes{end}"], [*f"Yes{end}"]):
         parser = form.parser(TOOLS, "auto", prompt_tail=family.tail + "".join(family.think or ()))
         pieces = [parser.feed("<|open|>response<|sep|>"), *map(parser.feed, parts)]

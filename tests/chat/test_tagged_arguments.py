@@ -192,6 +192,7 @@ def read(schema: Any, text: str) -> ChatMessage:
         ({}, "NaN", "NaN"),
         ({}, "-Infinity", "-Infinity"),
         ({}, "1e5000", "1e5000"),
+        ({}, "-1e99999999999999999999", "-1e99999999999999999999"),
         ({"anyOf": [{"type": "number", "multipleOf": 0.5}, {"type": "string"}]}, "1e400", 10**400),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.3", 0.3),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.35", "0.35"),
@@ -206,7 +207,12 @@ def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
-    [({"type": "number"}, "NaN"), ({"type": "array"}, "[Infinity]"), ({"type": "number"}, "1e5000")],
+    [
+        ({"type": "number"}, "NaN"),
+        ({"type": "array"}, "[Infinity]"),
+        ({"type": "number"}, "1e5000"),
+        ({"type": "number"}, "1e99999999999999999999"),
+    ],
 )
 def test_what_is_no_number_in_json_is_no_argument(schema: Any, text: str) -> None:
     answer = read(schema, text)

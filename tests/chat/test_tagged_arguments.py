@@ -260,6 +260,29 @@ def test_a_reference_in_a_circle_is_refused(circle: Any) -> None:
         accepts(parameters, a="x")
 
 
+@pytest.mark.parametrize("kinds", [["string", None], [1, "string"], ["string", ["array"]], [{}]])
+def test_a_type_that_is_no_name_leaves_any_value(kinds: Any) -> None:
+    """The types of the other arguments stay."""
+    tool = Tool("f", "", of({"a": {"type": kinds}, "b": {"type": "string"}}))
+    properties = FORMAT.relaxed(tool, keeps_types=True).parameters["properties"]
+    assert properties == {"a": {}, "b": {"type": "string"}}
+
+
+def test_alternatives_that_references_multiply_are_bounded() -> None:
+    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    parameters = of({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**twice, "d40": {"type": "string"}}})
+    with pytest.raises(InvalidRequestError, match="'anyOf' has more than 2000 alternatives"):
+        accepts(parameters, a="x")
+
+
+def test_alternatives_may_not_be_nested_without_end() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        schema = {"anyOf": [schema]}
+    with pytest.raises(InvalidRequestError, match="'anyOf' is nested in more than 50 others"):
+        accepts(of({"a": schema}), a="x")
+
+
 def test_an_object_that_no_alternative_allows_is_text() -> None:
     schema = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": False}}]}
     (call,) = read(schema, '{"b": 1}').tool_calls

@@ -346,8 +346,10 @@ class SchemaGrammar:
             return False
         part = part if isinstance(part, dict) else {}
         values = listed_values(self.root, part)
-        if values is not None and not any(_fits(value, {"type": kinds}) for value in values):
-            return False
+        if values is not None:
+            n_fitting = sum(_fits(value, {"type": kinds}) for value in values)
+            if n_fitting in (0, len(values)):
+                return option if n_fitting else False
         listed = part.get("type", list(OF_TYPE))
         names = [listed] if isinstance(listed, str) else listed
         both = [kind for kind in names if kind in kinds or (kind == "integer" and "number" in kinds)]

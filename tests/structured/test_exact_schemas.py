@@ -323,13 +323,15 @@ _VALUES = ["[1]", "[1,1]", "{}", "true", "null", "1", "1.5", '"a"', '"b"']
         (["array", "null"], [{"anyOf": [_UNIQUE]}, {"type": "string"}], ["[1]", "null"]),
         (["array", "number"], [_UNIQUE, {"$ref": "#/$defs/n"}], ["[1]", "1", "1.5"]),
         (["array", "null"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/n"}], ["[1]"]),
+        (["array", "string"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/letter"}], ["[1]", '"a"']),
+        (["string", "null"], [{"pattern": "^(?=b)"}, {"$ref": "#/$defs/letter"}], ['"a"', '"b"', "null"]),
         ("string", [{"pattern": "^(?=a)"}, {"enum": [1, LARGE]}], ['"a"']),
         ("integer", [{"maximum": LARGE}], ["1"]),
     ],
 )
 def test_types_beside_alternatives(demo: lp.Model, kinds: Any, options: list[Any], right: list[str]) -> None:
     """A type beside them holds for each, also where one is written here."""
-    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}}}
+    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}, "letter": {"enum": ["a"]}}}
     check(demo, schema, right, [text for text in _VALUES if text not in right])
 
 

@@ -1,8 +1,9 @@
 """Writes as Lark the parts of a JSON schema that llguidance's own schema compiler cannot follow exactly.
 
-llguidance reads numbers as doubles, so integers beyond 2**53 would silently change. It does not support
-``uniqueItems``, ``contains`` or look-around in patterns. This module writes only the parts that need these, and the
-parts around them. All other parts become ``%json`` elements of the grammar, which llguidance's compiler reads.
+llguidance reads numbers as doubles, so integers beyond 2**53 and bounds of over 15 digits would silently change. It
+does not support ``uniqueItems``, ``contains`` or look-around in patterns. This module writes only the parts that need
+these, and the parts around them. All other parts become ``%json`` elements of the grammar, which llguidance's compiler
+reads.
 
 ``patterns`` writes patterns with look-around as Lark. The regular expressions for numbers within bounds are exact for
 any number of digits.
@@ -279,7 +280,8 @@ class SchemaGrammar:
                     self._fail(
                         "#",
                         "$ref",
-                        f"{quoted(reference)} cannot be followed in a schema with integers beyond 2**53",
+                        f"{quoted(reference)} cannot be followed in a schema with numbers of over 15 digits, "
+                        "'uniqueItems' or look-around; move its target into '$defs'",
                     )
                 group, name = steps[1], steps[2]
                 if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
@@ -630,9 +632,7 @@ class SchemaGrammar:
         raise InvalidRequestError(f"json_schema at {pointer}: {quoted(keyword)}: {reason}")
 
 
-_NOT_COMBINED = (
-    "integers beyond 2**53, 'uniqueItems' and look-around are not supported inside schemas that are combined"
-)
+_NOT_COMBINED = "numbers of over 15 digits, 'uniqueItems' and look-around are not supported inside schemas that are combined"
 
 
 def _name(name: str) -> str:

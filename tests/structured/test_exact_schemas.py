@@ -293,6 +293,14 @@ def test_unique_items_that_cannot_be_told_apart_are_warned_of(
             {"items": {"allOf": [{"type": "integer", "minimum": LARGE}, {"type": "integer"}]}},
             "at #/items: 'allOf'",
         ),
+        (
+            {"allOf": [{"type": "number", "minimum": 1e15 + 0.5}, {"title": "a"}, {"maximum": 1e300}]},
+            "at #: 'allOf': numbers of over 15 digits",
+        ),
+        (
+            {"properties": {"n": {"minimum": LARGE}, "b": {"items": {"$ref": "#/properties/b"}}}},
+            "'#/properties/b' cannot be followed in a schema with numbers of over 15 digits, .* into '\\$defs'",
+        ),
         ({"type": "integer", "minimum": LARGE, "maximum": 5}, "at #: 'minimum': no integer"),
         (
             {"type": "integer", "minimum": 10**500},

@@ -632,7 +632,9 @@ class SchemaGrammar:
         raise InvalidRequestError(f"json_schema at {pointer}: {quoted(keyword)}: {reason}")
 
 
-_NOT_COMBINED = "numbers of over 15 digits, 'uniqueItems' and look-around are not supported inside schemas that are combined"
+_NOT_COMBINED = (
+    "numbers of over 15 digits, 'uniqueItems' and look-around are not supported in combined schemas"
+)
 
 
 def _name(name: str) -> str:

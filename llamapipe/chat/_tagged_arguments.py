@@ -31,6 +31,8 @@ NOTES = frozenset(
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+# Keywords beside ``properties`` that may name further members.
+_WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
 _MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
 _MOST_LEVELS = 50  # of alternatives inside alternatives
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
@@ -347,12 +349,14 @@ class TaggedArguments:
 def only_types(form: CallFormat, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return parameters that only list the types of the arguments, for a schema that calls cannot follow exactly.
 
-    Without these types, a string such as 12345 would be read as a number.
+    Without these types, a string such as 12345 would be read as a number. If other keywords may allow further names,
+    nothing is listed, because calls can contain only listed names.
     """
     anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
     reader = _Types(form, parameters)
     try:
-        properties = reader.resolved(parameters).get("properties")
+        whole = reader.resolved(parameters)
+        properties = None if whole.keys() & _WITH_NAMES else whole.get("properties")
         for name, member in (properties if isinstance(properties, dict) else {}).items():
             reader.check_name(name)
             anything["properties"][name] = reader.only_types(member)

@@ -260,6 +260,26 @@ def test_a_reference_in_a_circle_is_refused(circle: Any) -> None:
         accepts(parameters, a="x")
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3"])
+@pytest.mark.parametrize(
+    "others",
+    [{"anyOf": [{"properties": {"b": {"type": "string"}}}]}, {"patternProperties": {"^b": {}}}],
+    ids=str,
+)
+def test_names_that_other_keywords_allow_are_allowed(name: str, others: dict[str, Any]) -> None:
+    """Also where the rest of the schema cannot be followed."""
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    tool = Tool("get_weather", "", of({"a": {"type": "string"}}, **others))
+    with pytest.raises(InvalidRequestError, match="at the top level"):
+        form.grammar((tool,), "auto", True, prompt_tail=family.tail)
+    grammar = form.grammar((form.relaxed(tool, keeps_types=True),), "auto", True, prompt_tail=family.tail)
+    said = form.calls.written([("", "get_weather", {"a": "x", "b": "y"})])
+    assert grammar is not None and vocabulary.accepts(grammar, said)
+
+
 @pytest.mark.parametrize("kinds", [["string", None], [1, "string"], ["string", ["array"]], [{}]])
 def test_a_type_that_is_no_name_leaves_any_value(kinds: Any) -> None:
     """The types of the other arguments stay."""

@@ -693,9 +693,10 @@ def _beyond(bound: Any) -> bool:
 def _is_long(bound: Any) -> bool:
     """Return whether a bound has a fraction and too many digits for the arithmetic of doubles."""
     exact = _fraction(bound)
-    return (
-        exact is not None and exact.denominator != 1 and int("".join(map(str, _digits(abs(exact))))) > _EXACT
-    )
+    if exact is None or exact.denominator == 1:
+        return False
+    whole, digits = _digits(abs(exact))
+    return len(f"{whole}{digits}".lstrip("0")) > 15
 
 
 def _has_large(value: Any) -> bool:

@@ -47,6 +47,11 @@ PARTS: list[tuple[Any, list[str], list[str]]] = [
         ["1000000000000000.5", "1000000000000001"],
         ["1000000000000000.4", "1000000000000000.49"],
     ),
+    (
+        {"type": "number", "exclusiveMinimum": -794011191720790.2, "maximum": 817187854029950.2},
+        ["-794011191720790.1", "817187854029950.2"],
+        ["-794011191720790.2", "-794011191720790.21", "817187854029950.21"],
+    ),
     # Of two lower bounds, the higher one counts.
     (
         {"type": "number", "exclusiveMinimum": -1, "minimum": -0.7, "exclusiveMaximum": 0},

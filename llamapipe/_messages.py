@@ -69,7 +69,7 @@ def did_you_mean(name: str, known: Iterable[str], place: str = "") -> str:
 def path_meant(path: str, known: Iterable[str]) -> str | None:
     """Return the known server path that an unknown one probably means; None if there is none.
 
-    The path may contain a typo. The base URL may have one part too many or too few (``/v1/v1/messages``,
+    The path may contain a typo. The base URL may have parts too many or one too few (``/v1/v1/messages``,
     ``/messages``). Or the end may be missing, if only one path begins like this, or all others begin with that one.
     """
     from difflib import get_close_matches
@@ -80,14 +80,14 @@ def path_meant(path: str, known: Iterable[str]) -> str | None:
     as_deep = [name for name in names if name.count("/") == path.count("/")]
     if close := get_close_matches(path, as_deep, 1, _LEAST_LIKE_PATH):
         return close[0]
-    if ends := [
-        name
-        for name in names
-        # A base URL has one part, or the path has its own "/v1": "/v1/fine_tuning/jobs" is not "/jobs".
-        if name != "/"
-        and path.endswith(name)
-        and (name.startswith("/v1") or path.count("/") - name.count("/") == 1)
-    ]:
+    ends = [name for name in names if name != "/" and path.endswith(name)]
+    if "/v1/" in path:  # "/v1/fine_tuning/jobs" is not "/jobs"; "/v1/engines/x/completions" is "/completions"
+        ends = [
+            name
+            for name in ends
+            if name.startswith("/v1") or f"/v1{name}" in names or path.count("/") - name.count("/") == 1
+        ]
+    if ends:
         return max(ends, key=len)
     if whole := [name for name in names if name.endswith(path)]:
         return min(whole, key=len)

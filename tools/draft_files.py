@@ -1,4 +1,7 @@
-"""Parts of the tools that make drafts: their command line, reading the model they draft for, writing tensors."""
+"""Parts of the tools that make drafts: their command line, reading the model they draft for, writing tensors.
+
+Open this file to add a tool for another kind of draft; ``make_eagle3.py`` is the shortest example.
+"""
 
 from __future__ import annotations
 

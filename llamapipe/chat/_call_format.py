@@ -1,6 +1,7 @@
 """The format in which a template writes tool calls: the markers, and the text between them.
 
-``_template_probe`` finds a template's format. Grammars, parsers and templates that omit calls use it.
+Open this file to change how calls are written in a known format, or to add a style. ``_template_probe`` finds a
+template's format. Grammars, parsers and templates that omit calls use it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ NOTES = frozenset(
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+# Keywords beside ``properties`` that may name further members.
+_WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
+_MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
+_MOST_LEVELS = 50  # of alternatives inside alternatives
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
 
 
@@ -143,16 +147,27 @@ class TaggedArguments:
     ) -> list[dict[str, Any]]:
         """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself.
 
-        ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``.
+        ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``, and for
+        too many alternatives: with references, a short schema may have millions.
         """
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
                 if id(options) in around:
                     raise InvalidRequestError("parameters: a reference refers to itself")
+                if len(around) == _MOST_LEVELS:
+                    raise InvalidRequestError(
+                        f"parameters: {quoted(key)} is nested in more than {_MOST_LEVELS} others; write it flat"
+                    )
                 inside = around | {id(options)}
-                return [
-                    other for option in options for other in self.alternatives(self.resolved(option), inside)
-                ]
+                others: list[dict[str, Any]] = []
+                for option in options:
+                    others += self.alternatives(self.resolved(option), inside)
+                    if len(others) > _MOST_ALTERNATIVES:
+                        raise InvalidRequestError(
+                            f"parameters: {quoted(key)} has more than {_MOST_ALTERNATIVES} alternatives, with those "
+                            "inside; list fewer"
+                        )
+                return others
         return [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
@@ -334,12 +349,14 @@ class TaggedArguments:
 def only_types(form: CallFormat, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return parameters that only list the types of the arguments, for a schema that calls cannot follow exactly.
 
-    Without these types, a string such as 12345 would be read as a number.
+    Without these types, a string such as 12345 would be read as a number. If other keywords may allow further names,
+    nothing is listed, because calls can contain only listed names.
     """
     anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
     reader = _Types(form, parameters)
     try:
-        properties = reader.resolved(parameters).get("properties")
+        whole = reader.resolved(parameters)
+        properties = None if whole.keys() & _WITH_NAMES else whole.get("properties")
         for name, member in (properties if isinstance(properties, dict) else {}).items():
             reader.check_name(name)
             anything["properties"][name] = reader.only_types(member)
@@ -357,11 +374,12 @@ class _Types(TaggedArguments):
 
     def only_types(self, member: Any) -> dict[str, Any]:
         try:
-            kinds = sorted(self.types(self.resolved(member)))
-        except InvalidRequestError:
+            types = self.types(self.resolved(member))
+        except (InvalidRequestError, TypeError):  # TypeError: ``type`` lists an array or an object
             return {}
-        if not _JSON_TYPES.issuperset(kinds):
+        if not _JSON_TYPES.issuperset(types):  # also None, which some write for "null"
             return {}
+        kinds = sorted(types)
         return {"type": kinds[0] if len(kinds) == 1 else kinds}
 
 

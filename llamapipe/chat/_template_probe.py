@@ -1,5 +1,7 @@
 """Finds out how a template writes tool calls: the markers, and the text between them.
 
+Open this file if the calls of a new template are not found. ``_call_format`` holds the result.
+
 The probe renders conversations with known texts and searches the result for these texts. The method follows llama.cpp's
 docs/autoparser.md. The text around a known name and known arguments is the format of a call. Two calls in one message
 show what ends the first call and starts the second.

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -144,7 +144,10 @@ def _number(text: str) -> float | int:
     value = float(text)
     if math.isfinite(value):
         return value
-    exact = Decimal(text)  # json would write infinity as Infinity, and msgspec as null
+    try:
+        exact = Decimal(text)  # json would write infinity as Infinity, and msgspec as null
+    except InvalidOperation:  # the exponent is beyond Decimal's
+        raise ValueError(f"{text[:20]} is too large") from None
     if exact.adjusted() >= _MAX_DIGITS:
         raise ValueError(f"{text[:20]} is too large")
     return int(exact)

@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def reference_of(name: str) -> Reference:
     """Return the Hub file that a name refers to. Raises UsageError."""
-    if name.startswith(OLLAMA) or name in short_names():
+    on_hub = hub_name(name)  # Ollama keeps what it downloaded from there under such a name
+    if name.startswith(OLLAMA) or (on_hub is None and name in short_names()):
         raise UsageError(f"{name} belongs to Ollama: use ollama pull or ollama rm")
     with usage_errors():
-        return parse(hub_name(name) or name)
+        return parse(on_hub or name)
 
 
 def run(args: argparse.Namespace) -> int:

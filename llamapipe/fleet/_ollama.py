@@ -23,7 +23,7 @@ from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.server import ollama_descriptions, ollama_files
 from llamapipe.server.endpoint import Endpoint, Exchange, JsonResponse, get, post
 from llamapipe.server.errors import ApiError
-from llamapipe.server.ollama import ShowRequest, full_name
+from llamapipe.server.ollama import full_name
 
 if TYPE_CHECKING:
     from llamapipe.server.settings import ServerSettings
@@ -50,7 +50,7 @@ class OllamaModels:
             get("/", ollama_descriptions.root, has_key=False),
             get("/api/version", ollama_descriptions.version, "The version of this API."),
             get("/api/tags", self.tags, "The models."),
-            post("/api/show", self.show, ShowRequest, "What a model is and can do."),
+            post("/api/show", self.show, ollama_descriptions.ShowRequest, "What a model is and can do."),
             get("/api/ps", self.running, "The models that are loaded."),
             post(
                 "/api/pull", self.pull, ollama_files.PullRequest, "Download a model.", ("403", "404", "429")
@@ -87,7 +87,7 @@ class OllamaModels:
                     )
         return JsonResponse({"models": entries})
 
-    async def show(self, exchange: Exchange, request: ShowRequest) -> Response:
+    async def show(self, exchange: Exchange, request: ollama_descriptions.ShowRequest) -> Response:
         """``POST /api/show``: the description in a model's file. Loads no model that is on this machine."""
         name = request.model or request.name
         if not name:

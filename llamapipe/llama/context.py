@@ -172,13 +172,16 @@ class Context(Owner):
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
         flash_attn = self._checked_types(type_k, type_v, flash_attn)
+        check_flag("swa_full", swa_full)
+        if drafts_for is None:  # otherwise only one layer has cells
+            check_kv_memory(model, self.n_cells, self.n_seq_max, type_k, type_v, swa_full=swa_full)
         self.type_k, self.type_v, self.flash_attn = type_k, type_v, flash_attn
         rope.check(model)
         self.rope = rope
         params = self._params(type_k, type_v, flash_attn)
         rope.apply(params)
         # llama.cpp aborts if a ubatch has no room for the tokens whose states are kept.
-        params.swa_full = check_flag("swa_full", swa_full)
+        params.swa_full = swa_full
         self.is_recurrent = model.is_recurrent and drafts_for is None
         self.swa_full = swa_full if model.n_swa else None
         self.needs_states = self.is_recurrent or (model.n_swa > 0 and not swa_full)
@@ -238,7 +241,7 @@ class Context(Owner):
             )
 
     def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
-        """Check the types of the KV cache, and whether it fits. Return the value to use for ``flash_attn``."""
+        """Check the types of the KV cache. Return the value to use for ``flash_attn``."""
         choice_of("type_k", type_k)
         choice_of("type_v", type_v)
         choice_of("flash_attn", flash_attn)
@@ -255,8 +258,6 @@ class Context(Owner):
                 f"type_k is {type_k!r}, which packs 32 numbers, and a head of this model has {head_size(self.model)}; "
                 "use type_k='f16'"
             )
-        if self._drafts_for is None:  # otherwise only one layer has cells
-            check_kv_memory(self.model, self.n_cells, self.n_seq_max, type_k, type_v)
         software = next((device for device in self.model.devices if device.is_software), None)
         if software is not None and flash_attn != "off":
             if flash_attn == "on":

@@ -287,19 +287,25 @@ def kv_bytes(model: Model, n_cells: int, type_k: str, type_v: str) -> int | None
     return None if sizes is None else sizes.total(n_cells, 1)
 
 
-def check_kv_memory(model: Model, n_cells: int, n_seq_max: int, type_k: str, type_v: str) -> None:
+def check_kv_memory(
+    model: Model, n_cells: int, n_seq_max: int, type_k: str, type_v: str, *, swa_full: bool
+) -> None:
     """Raise BackendError if ``n_cells`` KV cells and ``n_seq_max`` states can never fit in this machine's memory.
 
     Keys, values and states count only where no GPU may hold them; the records of cells are always in host memory.
+    ``swa_full``: window layers keep all cells.
     """
     on_gpu = any(device.type in ("gpu", "igpu") for device in (*devices(), *model.devices))
     sizes = None if on_gpu else model_sizes(model, type_k, type_v)
-    needed = n_cells * _CELL_BYTES + (0 if sizes is None else sizes.total(n_cells, n_seq_max))
+    needed = n_cells * _CELL_BYTES
+    if sizes is not None:  # of window layers at least these cells: a step has at least one token
+        needed += sizes.total(n_cells, n_seq_max, swa_full=swa_full, n_ubatch=1, unified=True)
     limit = memory_limit()
     if limit is not None and needed > limit:
+        window = ", or swa_full=False" if swa_full and sizes is not None and sizes.window else ""
         raise BackendError(
             f"a context of {n_cells} cells needs at least {needed / _GIB:.1f} GiB; this machine gives a process at "
-            f"most {limit / _GIB:.1f} GiB: use a smaller n_ctx, n_seq_max or n_cells, or a smaller cache type"
+            f"most {limit / _GIB:.1f} GiB: use a smaller n_ctx, n_seq_max or n_cells, or a smaller cache type{window}"
         )
 
 

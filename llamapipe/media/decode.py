@@ -66,7 +66,7 @@ _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.AS
 # Pillow's modes that are not read, with the reason. Pillow's conversion would clip values above 255.
 _NO_RANGE = "whose values have no fixed range"
 _OTHER_MODES = {"I": _NO_RANGE, "F": _NO_RANGE, "La": "which Pillow cannot convert"}
-_LINE_ENDS = re.compile(r"[ \t\r\n]+")
+_SPACES = re.compile(r"[ \t\r\n]+")
 Kind = Literal["image", "sound"]
 
 
@@ -434,8 +434,8 @@ def _of_base64(place: str, text: str) -> bytes:
         raise InvalidRequestError(
             f"{place}: the base64 text has {len(text)} characters; give at most {MOST_BYTES} bytes"
         )
-    if _LINE_ENDS.search(text):  # programs such as ``base64`` write lines
-        text = _LINE_ENDS.sub("", text)
+    if _SPACES.search(text):  # programs such as ``base64`` write lines
+        text = _SPACES.sub("", text)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -160,7 +160,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if continued and request.add_generation_prompt:
         raise ApiError(
             400,
-            "add_generation_prompt begins a new message and continue_final_message continues the last one; "
+            "add_generation_prompt begins a new message, and continue_final_message or prefix continues the last one; "
             "give one of them",
             "continue_final_message",
         )

@@ -13,14 +13,16 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
-from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
 from llamapipe.server.mcp_file import StdioServer
+
+if TYPE_CHECKING:
+    from mcp.client._transport import TransportStreams
 
 _MOST_LINE = 2**23  # bytes of a message
 _MOST_UNASKED = 2**26  # bytes that a server may send between two requests

@@ -77,16 +77,23 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the JSON schema that the answer must match; None allows any text. Raises ApiError 400."""
         if self.type == "text":
             return None
-        if self.schema is not None and self.value is not None and self.schema != self.value:
-            raise ApiError(
-                400,
-                "response_format: schema and value are two names of one field; give one of them",
-                "response_format.value",
-            )
-        schema = self.value if self.schema is None else self.schema
+        fields = {
+            "json_schema": (self.json_schema or {}).get("schema"),
+            "schema": self.schema,
+            "value": self.value,
+        }
+        schemas = {name: schema for name, schema in fields.items() if schema is not None}
+        first = next(iter(schemas), "")
+        schema = schemas.get(first)
+        for name, other in schemas.items():
+            if other != schema:
+                raise ApiError(
+                    400,
+                    f"response_format: {first} and {name} have different schemas; give one of them",
+                    f"response_format.{name}",
+                )
         if self.type == "json_object":
             return schema or {"type": "object"}
-        schema = (self.json_schema or {}).get("schema", schema)
         if schema is None:
             raise ApiError(
                 400, "response_format: json_schema needs a schema", "response_format.json_schema.schema"

@@ -218,7 +218,7 @@ OLLAMA_ROUTES = (
          stream_media=_LINES),
     post("/api/embed", ollama.embed, ollama.EmbedRequest, "Embed texts.", model="embedding"),
     post("/api/embeddings", ollama.old_embeddings, ollama.OldEmbedRequest, "Embed a text.", model="embedding"),
-    post("/api/show", ollama_descriptions.show, ollama.ShowRequest, "What a model is and can do."),
+    post("/api/show", ollama_descriptions.show, ollama_descriptions.ShowRequest, "What a model is and can do."),
     get("/api/tags", ollama_descriptions.tags, "The models that are served."),
     get("/api/ps", ollama_descriptions.loaded_models, "The models that are loaded."),
     get("/api/version", ollama_descriptions.version, "The version of this API."),

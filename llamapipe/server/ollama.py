@@ -331,17 +331,6 @@ class OldEmbedRequest(OllamaRequest, kw_only=True):
     keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
 
 
-class ShowRequest(OllamaRequest, kw_only=True):
-    """``POST /api/show``. ``name``: the older name of ``model``."""
-
-    model: str | None = None
-    name: str | None = None
-    verbose: Annotated[bool | None, Unused(False)] = None
-    system: Annotated[str | None, Only("")] = None
-    template: Annotated[str | None, Only("")] = None
-    options: Annotated[dict[str, Any] | None, Only({})] = None
-
-
 def _check_duration(keep_alive: _KeepAlive | None) -> None:
     if isinstance(keep_alive, str) and keep_alive and not _DURATION.fullmatch(keep_alive):
         raise ApiError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.responses import PlainTextResponse, Response
 
@@ -18,13 +18,14 @@ from llamapipe.embedding import Embedder
 from llamapipe.engine import Engine
 from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.model import Model
+from llamapipe.server._fields import Only, Unused
 from llamapipe.server.dialects.ollama import date_of
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.ollama import (
     NO_MODELFILE,
     Modelfile,
-    ShowRequest,
+    OllamaRequest,
     check_chat_model,
     full_name,
     is_named,
@@ -36,6 +37,17 @@ from llamapipe.server.state import ServerState
 # The version of Ollama's API that this server offers. Clients ask for it before they use newer fields.
 _API_VERSION = "0.13.0"
 _YEARS_LOADED = 100  # until a model that stays loaded "expires" in ``/api/ps``
+
+
+class ShowRequest(OllamaRequest, kw_only=True):
+    """``POST /api/show``. ``name``: the older name of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: Annotated[bool | None, Unused(False)] = None
+    system: Annotated[str | None, Only("")] = None
+    template: Annotated[str | None, Only("")] = None
+    options: Annotated[dict[str, Any] | None, Only({})] = None
 
 
 async def root(exchange: Exchange) -> Response:

@@ -1,8 +1,9 @@
 """Writes as Lark the parts of a JSON schema that llguidance's own schema compiler cannot follow exactly.
 
-llguidance reads numbers as doubles, so integers beyond 2**53 would silently change. It does not support
-``uniqueItems``, ``contains`` or look-around in patterns. This module writes only the parts that need these, and the
-parts around them. All other parts become ``%json`` elements of the grammar, which llguidance's compiler reads.
+llguidance reads numbers as doubles, so integers beyond 2**53 and bounds of over 15 digits would silently change. It
+does not support ``uniqueItems``, ``contains`` or look-around in patterns. This module writes only the parts that need
+these, and the parts around them. All other parts become ``%json`` elements of the grammar, which llguidance's compiler
+reads.
 
 ``patterns`` writes patterns with look-around as Lark. The regular expressions for numbers within bounds are exact for
 any number of digits.
@@ -279,7 +280,8 @@ class SchemaGrammar:
                     self._fail(
                         "#",
                         "$ref",
-                        f"{quoted(reference)} cannot be followed in a schema with integers beyond 2**53",
+                        f"{quoted(reference)} cannot be followed in a schema with numbers of over 15 digits, "
+                        "'uniqueItems' or look-around; move its target into '$defs'",
                     )
                 group, name = steps[1], steps[2]
                 if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
@@ -346,8 +348,10 @@ class SchemaGrammar:
             return False
         part = part if isinstance(part, dict) else {}
         values = listed_values(self.root, part)
-        if values is not None and not any(_fits(value, {"type": kinds}) for value in values):
-            return False
+        if values is not None:
+            n_fitting = sum(_fits(value, {"type": kinds}) for value in values)
+            if n_fitting in (0, len(values)):
+                return option if n_fitting else False
         listed = part.get("type", list(OF_TYPE))
         names = [listed] if isinstance(listed, str) else listed
         both = [kind for kind in names if kind in kinds or (kind == "integer" and "number" in kinds)]
@@ -629,7 +633,7 @@ class SchemaGrammar:
 
 
 _NOT_COMBINED = (
-    "integers beyond 2**53, 'uniqueItems' and look-around are not supported inside schemas that are combined"
+    "numbers of over 15 digits, 'uniqueItems' and look-around are not supported in combined schemas"
 )
 
 
@@ -689,9 +693,10 @@ def _beyond(bound: Any) -> bool:
 def _is_long(bound: Any) -> bool:
     """Return whether a bound has a fraction and too many digits for the arithmetic of doubles."""
     exact = _fraction(bound)
-    return (
-        exact is not None and exact.denominator != 1 and int("".join(map(str, _digits(abs(exact))))) > _EXACT
-    )
+    if exact is None or exact.denominator == 1:
+        return False
+    whole, digits = _digits(abs(exact))
+    return len(f"{whole}{digits}".lstrip("0")) > 15
 
 
 def _has_large(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Rewrites the references of a JSON schema, so that each is a plain ``$ref`` to a subschema.
 
+Open this file to change which references and identifiers a schema may have. ``_logic`` rewrites the result.
+
 Dynamic references become plain ones, targets at other places are copied to ``$defs``, and identifiers that are not URIs
 are removed. OpenAPI's ``nullable`` becomes a type or an alternative.
 """

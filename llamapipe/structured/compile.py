@@ -228,7 +228,7 @@ class _Compiler:
                         raise InvalidRequestError(self._schema_error(schema.grammar, message_of(alone)))
                 message = _without_ours(message_of(start), kind)
                 if kind == "regex":
-                    message = _told(_IN_OUR_LINE.sub("", message)).replace("'pattern'", "it")
+                    message = re.sub("^'pattern'", "it", _told(_IN_OUR_LINE.sub("", message)))
                 raise InvalidRequestError(f"{kind} cannot be compiled: {message}")
         factory = GuideFactory(start, self._tokenizer, lambda: self._matcher(written))
         # llguidance compiles lazily. Try the first token now, so that a bad grammar fails here, not in a request.

@@ -192,6 +192,7 @@ def read(schema: Any, text: str) -> ChatMessage:
         ({}, "NaN", "NaN"),
         ({}, "-Infinity", "-Infinity"),
         ({}, "1e5000", "1e5000"),
+        ({}, "-1e99999999999999999999", "-1e99999999999999999999"),
         ({"anyOf": [{"type": "number", "multipleOf": 0.5}, {"type": "string"}]}, "1e400", 10**400),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.3", 0.3),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.35", "0.35"),
@@ -206,7 +207,12 @@ def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> 
 
 @pytest.mark.parametrize(
     ("schema", "text"),
-    [({"type": "number"}, "NaN"), ({"type": "array"}, "[Infinity]"), ({"type": "number"}, "1e5000")],
+    [
+        ({"type": "number"}, "NaN"),
+        ({"type": "array"}, "[Infinity]"),
+        ({"type": "number"}, "1e5000"),
+        ({"type": "number"}, "1e99999999999999999999"),
+    ],
 )
 def test_what_is_no_number_in_json_is_no_argument(schema: Any, text: str) -> None:
     answer = read(schema, text)
@@ -252,6 +258,49 @@ def test_a_reference_in_a_circle_is_refused(circle: Any) -> None:
     parameters = of({"a": {"$ref": "#/$defs/C"}}, **{"$defs": {"C": circle}})
     with pytest.raises(InvalidRequestError, match="a reference refers to itself"):
         accepts(parameters, a="x")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3"])
+@pytest.mark.parametrize(
+    "others",
+    [{"anyOf": [{"properties": {"b": {"type": "string"}}}]}, {"patternProperties": {"^b": {}}}],
+    ids=str,
+)
+def test_names_that_other_keywords_allow_are_allowed(name: str, others: dict[str, Any]) -> None:
+    """Also where the rest of the schema cannot be followed."""
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    tool = Tool("get_weather", "", of({"a": {"type": "string"}}, **others))
+    with pytest.raises(InvalidRequestError, match="at the top level"):
+        form.grammar((tool,), "auto", True, prompt_tail=family.tail)
+    grammar = form.grammar((form.relaxed(tool, keeps_types=True),), "auto", True, prompt_tail=family.tail)
+    said = form.calls.written([("", "get_weather", {"a": "x", "b": "y"})])
+    assert grammar is not None and vocabulary.accepts(grammar, said)
+
+
+@pytest.mark.parametrize("kinds", [["string", None], [1, "string"], ["string", ["array"]], [{}]])
+def test_a_type_that_is_no_name_leaves_any_value(kinds: Any) -> None:
+    """The types of the other arguments stay."""
+    tool = Tool("f", "", of({"a": {"type": kinds}, "b": {"type": "string"}}))
+    properties = FORMAT.relaxed(tool, keeps_types=True).parameters["properties"]
+    assert properties == {"a": {}, "b": {"type": "string"}}
+
+
+def test_alternatives_that_references_multiply_are_bounded() -> None:
+    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    parameters = of({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**twice, "d40": {"type": "string"}}})
+    with pytest.raises(InvalidRequestError, match="'anyOf' has more than 2000 alternatives"):
+        accepts(parameters, a="x")
+
+
+def test_alternatives_may_not_be_nested_without_end() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        schema = {"anyOf": [schema]}
+    with pytest.raises(InvalidRequestError, match="'anyOf' is nested in more than 50 others"):
+        accepts(of({"a": schema}), a="x")
 
 
 def test_an_object_that_no_alternative_allows_is_text() -> None:

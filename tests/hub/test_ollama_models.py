@@ -21,8 +21,10 @@ import llamapipe as lp
 from llamapipe import ollama_models
 from llamapipe.cli import main
 from llamapipe.cli._models_file import entries_of
+from llamapipe.cli.pull import reference_of
 from llamapipe.errors import ModelLoadError
-from llamapipe.ollama_models import find_stored, names_of, shown_name, stored_models
+from llamapipe.hub import parse
+from llamapipe.ollama_models import find_stored, names_of, short_names, shown_name, stored_models
 from llamapipe.server import ServerSettings, serve
 
 LIBRARY = "registry.ollama.ai/library"
@@ -312,6 +314,13 @@ def test_what_ollama_downloaded_is_not_ours_to_delete(
     monkeypatch.setenv("OLLAMA_MODELS", str(demo_store))
     assert main(["rm", name]) == 2
     assert f"{name} belongs to Ollama: use ollama pull or ollama rm" in capsys.readouterr().err
+
+
+def test_an_address_of_the_hub_is_not_ollamas(store: Path) -> None:
+    """Ollama keeps what it downloaded from there under the address."""
+    put_model(store, "hf.co/owner/repo-GGUF/Q4_K_M", b"GGUF")
+    assert "hf.co/owner/repo-GGUF:Q4_K_M" in short_names()
+    assert reference_of("hf.co/owner/repo-GGUF:Q4_K_M") == parse("hf:owner/repo-GGUF:Q4_K_M")
 
 
 def test_an_answer_has_the_parameters_of_the_modelfile(demo_store: Path) -> None:

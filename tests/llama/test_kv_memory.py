@@ -125,13 +125,26 @@ def test_small_models(tmp_path: Path) -> None:
 def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "memory_limit", lambda: 2**30)
     with lp.Model(sliding_window_model(tmp_path / "w.gguf")) as model:
-        check_kv_memory(model, 2_000_000, 1, "f16", "f16")
+        check_kv_memory(model, 2_000_000, 1, "f16", "f16", swa_full=True)
         with pytest.raises(BackendError, match=r"a context of 3000000 cells needs at least 1\.2 GiB"):
-            check_kv_memory(model, 3_000_000, 1, "f16", "f16")
+            check_kv_memory(model, 3_000_000, 1, "f16", "f16", swa_full=True)
     with lp.Model(hybrid_model(tmp_path / "h.gguf")) as model:
-        check_kv_memory(model, 1000, 1, "f16", "f16")
+        check_kv_memory(model, 1000, 1, "f16", "f16", swa_full=True)
         with pytest.raises(BackendError, match=r"needs at least 1\.0 GiB"):
-            check_kv_memory(model, 1000, 2_200_000, "f16", "f16")
+            check_kv_memory(model, 1000, 2_200_000, "f16", "f16", swa_full=True)
+
+
+def test_a_context_counts_only_the_last_window_without_swa_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lp.Model(sliding_window_model(tmp_path / "w.gguf")) as model:
+        sizes = model_sizes(model, "f16", "f16")
+        assert sizes is not None
+        all_cells = 40 * 65536 + sizes.total(65536, 1)
+        monkeypatch.setattr(kv_memory, "memory_limit", lambda: all_cells - 1)
+        with pytest.raises(BackendError, match=r"a context of 65536 cells needs .*, or swa_full=False$"):
+            Context(model, n_ctx=65536)
+        Context(model, n_ctx=65536, swa_full=False).close()
 
 
 def test_a_context_counts_the_states_of_all_sequences(

@@ -53,6 +53,9 @@ class TestPaths:
             ("POST", "/embed", "use /v1/embeddings"),
             ("GET", "/info", "use /model_info"),
             ("POST", "/v1/responses/compact", 'truncation: "auto" drops its oldest turns'),
+            ("POST", "/openai/deployments/x/chat/completions", "did you mean /chat/completions?"),  # Azure's
+            ("POST", "/v1/engines/x/completions", "did you mean /completions?"),
+            ("GET", "/user/me/proxy/8080/health", "did you mean /health?"),
             ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/chat", "did you mean /v1/chat/completions?"),
             ("POST", "/v1/Completions", "did you mean /v1/completions?"),

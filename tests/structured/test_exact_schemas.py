@@ -47,6 +47,11 @@ PARTS: list[tuple[Any, list[str], list[str]]] = [
         ["1000000000000000.5", "1000000000000001"],
         ["1000000000000000.4", "1000000000000000.49"],
     ),
+    (
+        {"type": "number", "exclusiveMinimum": -794011191720790.2, "maximum": 817187854029950.2},
+        ["-794011191720790.1", "817187854029950.2"],
+        ["-794011191720790.2", "-794011191720790.21", "817187854029950.21"],
+    ),
     # Of two lower bounds, the higher one counts.
     (
         {"type": "number", "exclusiveMinimum": -1, "minimum": -0.7, "exclusiveMaximum": 0},
@@ -293,6 +298,14 @@ def test_unique_items_that_cannot_be_told_apart_are_warned_of(
             {"items": {"allOf": [{"type": "integer", "minimum": LARGE}, {"type": "integer"}]}},
             "at #/items: 'allOf'",
         ),
+        (
+            {"allOf": [{"type": "number", "minimum": 1e15 + 0.5}, {"title": "a"}, {"maximum": 1e300}]},
+            "at #: 'allOf': numbers of over 15 digits",
+        ),
+        (
+            {"properties": {"n": {"minimum": LARGE}, "b": {"items": {"$ref": "#/properties/b"}}}},
+            "'#/properties/b' cannot be followed in a schema with numbers of over 15 digits, .* into '\\$defs'",
+        ),
         ({"type": "integer", "minimum": LARGE, "maximum": 5}, "at #: 'minimum': no integer"),
         (
             {"type": "integer", "minimum": 10**500},
@@ -323,13 +336,15 @@ _VALUES = ["[1]", "[1,1]", "{}", "true", "null", "1", "1.5", '"a"', '"b"']
         (["array", "null"], [{"anyOf": [_UNIQUE]}, {"type": "string"}], ["[1]", "null"]),
         (["array", "number"], [_UNIQUE, {"$ref": "#/$defs/n"}], ["[1]", "1", "1.5"]),
         (["array", "null"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/n"}], ["[1]"]),
+        (["array", "string"], [{"type": "array", **_UNIQUE}, {"$ref": "#/$defs/letter"}], ["[1]", '"a"']),
+        (["string", "null"], [{"pattern": "^(?=b)"}, {"$ref": "#/$defs/letter"}], ['"a"', '"b"', "null"]),
         ("string", [{"pattern": "^(?=a)"}, {"enum": [1, LARGE]}], ['"a"']),
         ("integer", [{"maximum": LARGE}], ["1"]),
     ],
 )
 def test_types_beside_alternatives(demo: lp.Model, kinds: Any, options: list[Any], right: list[str]) -> None:
     """A type beside them holds for each, also where one is written here."""
-    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}}}
+    schema = {"type": kinds, "anyOf": options, "$defs": {"n": {"type": "number"}, "letter": {"enum": ["a"]}}}
     check(demo, schema, right, [text for text in _VALUES if text not in right])
 
 

@@ -313,6 +313,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "position": ({"regex": "abc[z-a]"}, r"\n    abc\[z-a\]\n        \^\^\^$"),
     "look-around": ({"regex": "a(?=b)"}, "look-around"),
     "word": ({"regex": r"\bfoo"}, r"compiled: it has '\\b', .* characters, in /\\bfoo/; leave it out$"),
+    "name of a keyword": (
+        {"regex": r"'pattern'\b"},
+        r"^regex cannot be compiled: it has .* in /'pattern'\\b/; ",
+    ),
     "NUL": ({"regex": "ab\0"}, "NUL character at 2; write it as an escape"),
     "NUL in a text": ({"choice": ["a", "b\0"]}, "NUL character at 1; leave it out"),
     "surrogate": ({"regex": "a\ud800"}, "lone surrogate at 1"),

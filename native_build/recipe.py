@@ -65,10 +65,12 @@ __asm__(".section .drectve,\"yn\"\n"
 endif()
 """
 # CMake links modules on macOS as bundles, which zig cannot link; dlopen() also opens dynamic libraries. CMake 3.25
-# detects only on a Mac that libraries can refer to each other by run paths.
+# detects only on a Mac that libraries can refer to each other by run paths. zig cannot read archives of GNU's ar.
 _MAC_MODULES = """foreach(language C CXX)
   set(CMAKE_SHARED_MODULE_CREATE_${language}_FLAGS "-dynamiclib")
   set(CMAKE_SHARED_LIBRARY_RUNTIME_${language}_FLAG "-Wl,-rpath,")
+  set(CMAKE_${language}_ARCHIVE_CREATE "${CMAKE_${language}_COMPILER} ar qc <TARGET> <LINK_FLAGS> <OBJECTS>")
+  set(CMAKE_${language}_ARCHIVE_FINISH "${CMAKE_${language}_COMPILER} ranlib <TARGET>")
 endforeach()
 """
 # Like `_ARM_VARIANTS`, for Apple's processors. zig's clang takes a processor's name instead of an architecture.
@@ -145,14 +147,21 @@ class Recipe:
             return ()
         # This machine's libraries and headers must not be used for the other machine.
         modes = (f"-DCMAKE_FIND_ROOT_PATH_MODE_{kind}=ONLY" for kind in ("LIBRARY", "INCLUDE", "PACKAGE"))
+        mac: list[str] = []
+        if self.options.system is MACOS:
+            # CMake requires this tool but never runs it, because no run path is changed.
+            mac.append("-DCMAKE_INSTALL_NAME_TOOL=none")
+            # zig links what it compiles itself, such as libc++, with debugging information, which names folders of this
+            # machine. -S leaves it out.
+            flags = f"{os.environ.get('LDFLAGS', '')} -Wl,-S".strip()
+            mac += [f"-DCMAKE_{kind}_LINKER_FLAGS={flags}" for kind in ("SHARED", "MODULE")]
         return (
             f"-DCMAKE_SYSTEM_NAME={self.options.system.cmake_name}",
             f"-DCMAKE_SYSTEM_PROCESSOR={self.options.machine}",
             f"-DCMAKE_FIND_ROOT_PATH=/usr/{self.options.target}",
             "-DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER",
             *modes,
-            # CMake requires this tool but never runs it, because no run path is changed.
-            *(("-DCMAKE_INSTALL_NAME_TOOL=none",) if self.options.system is MACOS else ()),
+            *mac,
         )
 
     @property

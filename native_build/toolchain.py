@@ -38,9 +38,6 @@ def cross_setup(target: str) -> str:
 
 # Without these flags, zig adds checks of undefined behaviour to code that it does not optimize.
 _ZIG_FLAGS = ("-fno-sanitize=undefined",)
-# zig links what it compiles itself, such as libc++, with debugging information. On macOS that names this machine's
-# folders.
-_ZIG_FLAGS_FOR_APPLE = ("-Wl,-S",)
 # Instruction sets of zig's builds without variants, which do not use this machine's: AVX2 and FMA, or Apple's M1.
 _ZIG_LEVELS = {"x86_64": ("-march=x86_64_v3",), "arm64": ("-mcpu=apple_m1",)}
 # zig's names of Apple's systems. The wheel's tag has the same version (systems.py).
@@ -124,8 +121,7 @@ def _zig(compiler: str, target: str) -> tuple[str, ...]:
             f"{sys.executable} -m pip install ziglang",
         )
     name = _ZIG_TARGETS.get(target, target)
-    flags = _ZIG_FLAGS + (_ZIG_FLAGS_FOR_APPLE if "-apple-" in target else ())
-    return (str(Path(spec.origin).parent / "zig"), compiler, "-target", name, *flags)
+    return (str(Path(spec.origin).parent / "zig"), compiler, "-target", name, *_ZIG_FLAGS)
 
 
 def _command(variable: str, names: Sequence[str], what: str, fix: str = "") -> tuple[str, ...]:

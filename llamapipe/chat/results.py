@@ -8,7 +8,6 @@ import re
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -144,6 +143,8 @@ def _number(text: str) -> float | int:
     value = float(text)
     if math.isfinite(value):
         return value
+    from decimal import Decimal, InvalidOperation
+
     try:
         exact = Decimal(text)  # json would write infinity as Infinity, and msgspec as null
     except InvalidOperation:  # the exponent is beyond Decimal's

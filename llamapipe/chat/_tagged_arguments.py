@@ -390,7 +390,8 @@ def _in_range(schema: dict[str, Any], value: float) -> bool:
         schema.get("minimum", value) <= value <= schema.get("maximum", value)
         and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
         and ("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
-        and (step is None or Fraction(str(value)) % Fraction(str(step)) == 0)  # 0.3 is a multiple of 0.1
+        # Exactly: 0.3 is a multiple of 0.1. Nothing is a multiple of 0.
+        and (step is None or (step != 0 and Fraction(str(value)) % Fraction(str(step)) == 0))
     )
 
 

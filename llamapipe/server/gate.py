@@ -251,7 +251,7 @@ class Gate:
     def _trim(self) -> None:
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
         self._trims = False
-        self.note_freed(0)  # starts another trim if much was freed meanwhile
+        self.note_freed(0)  # starts another trim if much was freed during this one
 
     def note_answered(self, request: ClientRequest) -> None:
         """Count and log an answered request.

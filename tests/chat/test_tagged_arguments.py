@@ -196,6 +196,7 @@ def read(schema: Any, text: str) -> ChatMessage:
         ({"anyOf": [{"type": "number", "multipleOf": 0.5}, {"type": "string"}]}, "1e400", 10**400),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.3", 0.3),
         ({"anyOf": [{"type": "number", "multipleOf": 0.1}, {"type": "string"}]}, "0.35", "0.35"),
+        ({"anyOf": [{"type": "number", "multipleOf": 0}, {"type": "string"}]}, "3", "3"),
     ],
 )
 def test_numbers_that_floats_cannot_hold(schema: Any, text: str, value: Any) -> None:

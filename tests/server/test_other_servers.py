@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -148,11 +149,15 @@ class TestPaths:
             assert all(other.get(name) == first.get(name) for other in others)
 
     def test_polling_is_not_logged(self, client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+        def lines() -> list[logging.LogRecord]:
+            """Those of this test: an answer is logged after it was sent, so another test's may come late."""
+            return [record for record in caplog.records if "id=polling" in record.getMessage()]
+
         with caplog.at_level("DEBUG", "llamapipe.server"):
             for path in ("/timeline", "/health", "/metrics", "/v1/models", "/nothing"):
-                client.get(path)
-            wait_until(lambda: len(caplog.records) == 5)  # an answer is logged after it was sent
-        levels = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
+                client.get(path, headers={"x-request-id": "polling"})
+            wait_until(lambda: len(lines()) == 5)
+        levels = {record.getMessage().split()[1]: record.levelname for record in lines()}
         assert levels == {
             "/timeline": "DEBUG",
             "/health": "DEBUG",
@@ -461,9 +466,9 @@ class TestFields:
         self, client: httpx.Client, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
     ) -> None:
         with caplog.at_level("INFO", logger="llamapipe.server"):
-            client.post(path, json=body)
-            wait_until(lambda: any(path in record.getMessage() for record in caplog.records))
-        (line,) = (record.getMessage() for record in caplog.records if path in record.getMessage())
+            client.post(path, json=body, headers={"x-request-id": "timed"})
+            wait_until(lambda: "id=timed" in caplog.text)  # after the answer, as other tests' lines may be
+        (line,) = (record.getMessage() for record in caplog.records if "id=timed" in record.getMessage())
         assert re.search(
             r"n_completion_tokens=4 n_cached_tokens=\d+ prepare=\d+ queue=\d+ prompt=\d+", line
         ), line

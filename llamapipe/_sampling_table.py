@@ -2,9 +2,9 @@
 
 Open this file to add an option, or to change a range, a help text or a name. ``SamplingParams`` has a typed field for
 each row. Its checks, the numbers of the native struct (``llama/sampling_options.py``), the fields of requests to the
-server (``server/_sampling.py``), the options of the command line (``cli/options.py``), the hints about names of other
-programs and the table in ``docs/sampling.md`` are made from the rows. ``tests/test_sampling_table.py`` compares them
-all. CONTRIBUTING.md has the steps.
+server (``server/requests/sampling.py``), the options of the command line (``cli/options.py``), the hints about names of
+other programs and the table in ``docs/sampling.md`` are made from the rows. ``tests/test_sampling_table.py`` compares
+them all. CONTRIBUTING.md has the steps.
 
 These rows are separate from the rows of ``_options.py`` because they have other columns. A request option has a neutral
 value, a sampler, a place in a native struct and up to five names in APIs and other programs. An engine or server option

@@ -146,7 +146,7 @@ def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
     assert not cycle, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in cycle.items())
 
 
-@pytest.mark.parametrize("name", ["state", "gate", "_limits"])
+@pytest.mark.parametrize("name", ["state", "gate", "requests.limits"])
 def test_what_requests_share_knows_no_route(name: str) -> None:
     known, new = set[str](), {f"llamapipe.server.{name}"}
     while new:

@@ -15,8 +15,8 @@ from llamapipe._sampling_table import BY_NAME, OPTIONS, SAMPLER_ORDER, SWITCHES,
 from llamapipe.cli.options import SAMPLING, TEXTS
 from llamapipe.compat.sampling import COMMON_OPTIONS
 from llamapipe.native.load import native
-from llamapipe.server._completions import CompletionRequest
-from llamapipe.server._sampling import Sampling
+from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.routes.completions import CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -18,16 +18,15 @@ from page_sections import with_section
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
-from llamapipe.server._anthropic import CountRequest, MessagesRequest
-from llamapipe.server._chat import ChatRequest
-from llamapipe.server._completions import CompletionRequest, Streamed
-from llamapipe.server._embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from llamapipe.server._fields import Fate, Only, Unused, fates, inner_types
-from llamapipe.server._llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
-from llamapipe.server._mistral import FimRequest
-from llamapipe.server._responses import ResponsesRequest
-from llamapipe.server._sampling import Sampling
-from llamapipe.server.ollama import (
+from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.routes.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.routes.chat import ChatRequest
+from llamapipe.server.routes.completions import CompletionRequest, Streamed
+from llamapipe.server.routes.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from llamapipe.server.routes.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
+from llamapipe.server.routes.mistral import FimRequest
+from llamapipe.server.routes.ollama import (
     EmbedRequest,
     GenerateRequest,
     Generates,
@@ -35,6 +34,7 @@ from llamapipe.server.ollama import (
     Options,
     _Table,
 )
+from llamapipe.server.routes.responses import ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "server.md"
 BEGIN, END = "<!-- fields: python tools/field_tables.py -->\n", "<!-- end of fields -->\n"

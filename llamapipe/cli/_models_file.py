@@ -32,7 +32,7 @@ from llamapipe.gguf.reader import fingerprint, first_texts
 from llamapipe.llama.adapter import local_file
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.ollama_models import find_stored, folders, left_out, model_of, stored_models
-from llamapipe.server.ollama_descriptions import QUANTIZATIONS, parameter_size
+from llamapipe.server.routes.ollama_descriptions import QUANTIZATIONS, parameter_size
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from llamapipe.fleet.catalog import ModelEntry
     from llamapipe.fleet.link import ServedModel, WorkerOptions
     from llamapipe.server import ServerSettings
-    from llamapipe.server.mcp import McpServers
+    from llamapipe.server.mcp.servers import McpServers
 
 USAGE = "llamapipe serve [options]"
 DESCRIPTION = (
@@ -289,7 +289,7 @@ def _check_extras(args: argparse.Namespace) -> None:
 
 def _check_mcp(file: Path) -> None:
     """Raise UsageError if the file of MCP servers cannot be used."""
-    from llamapipe.server.mcp_file import entries_of
+    from llamapipe.server.mcp.file import entries_of
 
     try:
         entries_of(file)
@@ -418,7 +418,7 @@ def _mcp_for_others(args: argparse.Namespace, settings: ServerSettings) -> Itera
     if servers is None:
         yield args.argv
         return
-    from llamapipe.server.mcp_link import listening
+    from llamapipe.server.mcp.link import listening
 
     with closing(servers), listening(servers) as path:
         yield [*args.argv, "--mcp-link", str(path)]
@@ -454,7 +454,7 @@ def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
     """Return the MCP servers of the process that started this worker. Raises OSError."""
     if args.mcp_link is None:
         return None
-    from llamapipe.server.mcp_link import LinkedServers
+    from llamapipe.server.mcp.link import LinkedServers
 
     return LinkedServers(args.mcp_link)
 

@@ -21,8 +21,8 @@ from llamapipe.errors import LlamapipeError
 from llamapipe.fleet.command import command_calling
 from llamapipe.gguf.check import check_gguf
 from llamapipe.llama.model import Model
-from llamapipe.server.ollama import modelfile_of, modelfiles
-from llamapipe.server.ollama_descriptions import shown_model
+from llamapipe.server.routes.ollama import modelfile_of, modelfiles
+from llamapipe.server.routes.ollama_descriptions import shown_model
 
 _MOST_S = 300.0
 _START = "\x1e"  # marks our own output lines: libraries may print others

@@ -20,10 +20,10 @@ from llamapipe.fleet._describe import Asked, describe
 from llamapipe.fleet.catalog import hub_entries
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.server import ollama_descriptions, ollama_files
 from llamapipe.server.endpoint import Endpoint, Exchange, JsonResponse, get, post
 from llamapipe.server.errors import ApiError
-from llamapipe.server.ollama import full_name
+from llamapipe.server.routes import ollama_descriptions, ollama_files
+from llamapipe.server.routes.ollama import full_name
 
 if TYPE_CHECKING:
     from llamapipe.server.settings import ServerSettings

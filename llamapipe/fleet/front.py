@@ -32,7 +32,6 @@ from llamapipe.fleet._status import Watch, entry_of
 from llamapipe.fleet._tasks import Tasks
 from llamapipe.fleet.catalog import ModelEntry
 from llamapipe.fleet.pool import ModelState, Pool, PooledModel
-from llamapipe.server import page_routes, system
 from llamapipe.server.application import OLLAMA_ROUTES, PAGE_ROUTES, ROUTES, STORE_ROUTES, application_of
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.endpoint import (
@@ -48,12 +47,13 @@ from llamapipe.server.endpoint import (
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import event
-from llamapipe.server.mcp_file import entries_of
+from llamapipe.server.mcp.file import entries_of
 from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
-from llamapipe.server.ollama import kept_s
+from llamapipe.server.routes import page, system
+from llamapipe.server.routes.ollama import kept_s
+from llamapipe.server.routes.transcriptions import form_model
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
-from llamapipe.server.transcriptions import form_model
 from llamapipe.work.long_work import LongWork
 from llamapipe.work.tenant import is_of
 
@@ -343,7 +343,7 @@ class Front(Gate):
         if self.settings.page:
             endpoints += [get("/timeline", self.timeline), *PAGE_ROUTES]
             if not self.settings.ollama:
-                endpoints += [get("/", page_routes.page, has_key=False)]
+                endpoints += [get("/", page.page, has_key=False)]
         if self.settings.ollama:
             endpoints += self.ollama.routes()
         here = {(endpoint.method, endpoint.path) for endpoint in endpoints}

@@ -27,7 +27,7 @@ from llamapipe.fleet.link import Messages, Subject, WorkerOptions
 from llamapipe.host.cores import limit_cores
 from llamapipe.server.application import app
 from llamapipe.server.connections import Connection
-from llamapipe.server.mcp import McpServers
+from llamapipe.server.mcp.servers import McpServers
 from llamapipe.server.metrics import Family, Metrics, rendered
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings

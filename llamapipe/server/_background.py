@@ -25,16 +25,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from llamapipe.server._batches import Batches
-from llamapipe.server._database import StoreError
 from llamapipe.server._inside import BUSY, Inside, post
-from llamapipe.server._kept import read, store_of, write
-from llamapipe.server._presence import Presence
-from llamapipe.server._runs import MOST_ATTEMPTS, MOST_LATER_S, Place, Run, Runs
-from llamapipe.server._store import Store
 from llamapipe.server.endpoint import SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import typed_event
+from llamapipe.server.requests.kept import read, store_of, write
+from llamapipe.server.store.answers import Store
+from llamapipe.server.store.database import StoreError
+from llamapipe.server.store.presence import Presence
+from llamapipe.server.store.runs import MOST_ATTEMPTS, MOST_LATER_S, Place, Run, Runs
 
 _POLL_S = 1.0  # between two looks for free and cancelled runs
 _FOLLOW_S = 0.1  # between two looks for new events of a stream

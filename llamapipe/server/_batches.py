@@ -25,12 +25,12 @@ import msgspec
 from starlette.types import ASGIApp
 
 from llamapipe._messages import quoted
-from llamapipe.server._database import FullError, StoreError
-from llamapipe.server._files import MOST_ATTEMPTS, Claim, Files, LostError, Place, Result
 from llamapipe.server._inside import BUSY, Inside, post
-from llamapipe.server._presence import Presence
-from llamapipe.server._runs import MOST_LATER_S
 from llamapipe.server.gate import Gate
+from llamapipe.server.store.database import FullError, StoreError
+from llamapipe.server.store.files import MOST_ATTEMPTS, Claim, Files, LostError, Place, Result
+from llamapipe.server.store.presence import Presence
+from llamapipe.server.store.runs import MOST_LATER_S
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MOST_REQUESTS = 50_000  # the API's limit

@@ -18,9 +18,9 @@ from llamapipe.llama.fim import FimOrder
 from llamapipe.params import SamplingParams
 
 if TYPE_CHECKING:
-    from llamapipe.server._files import Files
-    from llamapipe.server._store import Store
-    from llamapipe.server.mcp import LocalServers
+    from llamapipe.server.mcp.servers import LocalServers
+    from llamapipe.server.store.answers import Store
+    from llamapipe.server.store.files import Files
 
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*")
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\](:\d+)?|[^/\s:\[\]]+(:\d+)?|[0-9A-Fa-f:.]+")
@@ -231,7 +231,7 @@ class ServerSettings:
         """Open the file of stored answers; return None if ``store`` is None. Raises OSError and StoreError."""
         if self.store is None:
             return None
-        from llamapipe.server._store import Store
+        from llamapipe.server.store.answers import Store
 
         return Store(path_of(self.store), self.store_bytes, self.store_days)
 
@@ -239,8 +239,8 @@ class ServerSettings:
         """Start the MCP servers of the file ``mcp``, if it is set. Raises OSError, and ValueError for a bad file."""
         if self.mcp is None:
             return None
-        from llamapipe.server.mcp import LocalServers
-        from llamapipe.server.mcp_file import entries_of
+        from llamapipe.server.mcp.file import entries_of
+        from llamapipe.server.mcp.servers import LocalServers
 
         try:
             entries = entries_of(path_of(self.mcp))
@@ -254,7 +254,7 @@ class ServerSettings:
         """Open the file of clients' files and batches; return None without a store. Raises OSError and StoreError."""
         if self.store is None:
             return None
-        from llamapipe.server._files import Files
+        from llamapipe.server.store.files import Files
 
         path = path_of(self.store)
         return Files(

@@ -23,7 +23,7 @@ from llamapipe.server._timeline import Timeline
 from llamapipe.server.body_budget import BodyBudget
 from llamapipe.server.errors import no_model, shutting_down
 from llamapipe.server.gate import Gate
-from llamapipe.server.mcp import McpServers, RemoteServers
+from llamapipe.server.mcp.servers import McpServers, RemoteServers
 from llamapipe.server.metrics import Metrics
 from llamapipe.server.settings import ServerSettings
 from llamapipe.wanted import time_limit

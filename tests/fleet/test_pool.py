@@ -26,7 +26,7 @@ from support.fleet_servers import LONG, SHORT, PoolServer, pool_server, wait_for
 from support.gguf_models import infilling_model
 
 import llamapipe as lp
-from llamapipe.server.ollama_descriptions import shown_model, with_context_length
+from llamapipe.server.routes.ollama_descriptions import shown_model, with_context_length
 
 HELLO = [{"role": "user", "content": "Hello"}]
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "4")

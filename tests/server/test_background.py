@@ -21,7 +21,8 @@ from support.run_script import command, environment
 from support.served import openai_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _presence, _runs, serve
+from llamapipe.server import ServerSettings, serve
+from llamapipe.server.store import presence, runs
 
 NAMES: Any = {"model_names": ("demo",)}
 OPTIONS: Any = {"model": "demo", "input": "A story about a fox.", "max_output_tokens": 12, "temperature": 0}
@@ -346,8 +347,8 @@ PROGRAM = """
 import os, signal, sys
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._runs import Runs
-from llamapipe.server._store import Store
+from llamapipe.server.store.runs import Runs
+from llamapipe.server.store.answers import Store
 file, stage, at_end = sys.argv[1], sys.argv[2], sys.argv[3] == "end"
 owner, name = (Store, "_finish") if stage == "finish" else (Runs, stage)
 real = getattr(owner, name)
@@ -406,7 +407,7 @@ def test_an_answer_that_ends_servers_fails(engine: lp.Engine, file: Path) -> Non
         answer = client.responses.create(**LATER)
         gate.wait()
     with closing(sqlite3.connect(file)) as connection, connection:
-        connection.execute(f"UPDATE runs SET n_attempts = {_runs.MOST_ATTEMPTS}, worker = 'dead'")
+        connection.execute(f"UPDATE runs SET n_attempts = {runs.MOST_ATTEMPTS}, worker = 'dead'")
     with served(engine, file) as client:
         done = ended(client, answer.id)
         assert done.status == "failed" and "ended 5 times" in done.error.message
@@ -414,7 +415,7 @@ def test_an_answer_that_ends_servers_fails(engine: lp.Engine, file: Path) -> Non
 
 def test_a_disk_that_fails(engine: lp.Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be stored is not promised; what was promised is computed when the disk takes it."""
-    monkeypatch.setattr("llamapipe.server._database._BUSY_S", 0.01)
+    monkeypatch.setattr("llamapipe.server.store.database._BUSY_S", 0.01)
     monkeypatch.setattr("llamapipe.server._background._LATER_S", 1)
     with served(engine, file) as client, Gate(engine) as gate:
         answer = client.responses.create(**LATER)
@@ -436,7 +437,7 @@ def test_the_sign_of_a_process_that_has_ended_goes(tmp_path: Path) -> None:
     file = tmp_path / "a[1]*.db"
     left = tmp_path / f"{file.name}-at-1-0"
     left.touch()
-    there, other = _presence.Presence(file), _presence.Presence(file)
+    there, other = presence.Presence(file), presence.Presence(file)
     there.sign_in()
     other.sign_in()
     assert not left.exists() and len(list(tmp_path.iterdir())) == 2
@@ -452,16 +453,16 @@ def test_a_folder_that_takes_no_file_is_told_once(
 ) -> None:
     """And what waits is computed when it does."""
     monkeypatch.setattr("llamapipe.server._background._POLL_S", 0.01)
-    sign_in, n_tries = _presence.Presence.sign_in, 0
+    sign_in, n_tries = presence.Presence.sign_in, 0
 
-    def fails_at_first(self: _presence.Presence) -> None:
+    def fails_at_first(self: presence.Presence) -> None:
         nonlocal n_tries
         n_tries += 1
         if n_tries < 5:
             raise OSError("No space left on device")
         sign_in(self)
 
-    monkeypatch.setattr(_presence.Presence, "sign_in", fails_at_first)
+    monkeypatch.setattr(presence.Presence, "sign_in", fails_at_first)
     with served(engine, file) as client:
         assert ended(client, client.responses.create(**LATER).id).status == "incomplete"
     told = [record.message for record in caplog.records if "No space left" in record.message]

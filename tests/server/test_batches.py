@@ -25,7 +25,8 @@ from support.run_script import command, environment
 from support.served import http_client, openai_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _files, serve
+from llamapipe.server import ServerSettings, serve
+from llamapipe.server.store import files
 
 CHAT: Any = "/v1/chat/completions"
 RESPONSES: Any = "/v1/responses"
@@ -392,7 +393,7 @@ def test_results_that_do_not_fit(engine: lp.Engine, store: Path) -> None:
 
 
 def test_too_many_batches(engine: lp.Engine, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "MOST_WAITING", 2)
+    monkeypatch.setattr(files, "MOST_WAITING", 2)
     with served(engine, store) as client, Gate(engine) as gate:
         batches = [begun(client, lines_of([chat("a")])) for _ in range(2)]
         gate.wait()
@@ -405,7 +406,7 @@ def test_too_many_batches(engine: lp.Engine, store: Path, monkeypatch: pytest.Mo
 def test_batches_that_ended_are_kept_up_to_a_number(
     engine: lp.Engine, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_files, "MOST_KEPT", 2)
+    monkeypatch.setattr(files, "MOST_KEPT", 2)
     with served(engine, store, "mine", api_keys=("mine", "other")) as client:
         other = client.with_options(api_key="other")
         theirs = ended(other, begun(other, "").id)
@@ -512,7 +513,7 @@ def test_a_batch_that_ends_servers_fails(engine: lp.Engine, store: Path) -> None
     with Gate(engine) as gate, served(engine, store) as client:
         batch = begun(client, lines_of([chat("a")]))
         gate.wait()
-    change(store, f"UPDATE batches SET n_attempts = {_files.MOST_ATTEMPTS}, worker = 'dead'")
+    change(store, f"UPDATE batches SET n_attempts = {files.MOST_ATTEMPTS}, worker = 'dead'")
     with served(engine, store) as client:
         done = ended(client, batch.id)
         assert done.status == "failed" and "ended 5 times" in done.errors.data[0].message
@@ -528,7 +529,7 @@ def test_a_key_that_is_gone(engine: lp.Engine, store: Path) -> None:
 
 def test_a_disk_that_fails(engine: lp.Engine, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload is refused; a batch waits until the disk takes its results."""
-    monkeypatch.setattr("llamapipe.server._database._BUSY_S", 0.01)
+    monkeypatch.setattr("llamapipe.server.store.database._BUSY_S", 0.01)
     monkeypatch.setattr("llamapipe.server._batches.MOST_LATER_S", 0)
     with served(engine, store) as client, Gate(engine) as gate:
         batch = begun(client, lines_of([chat("a")] * 3))
@@ -551,7 +552,7 @@ PROGRAM = """
 import os, signal, sys
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
-from llamapipe.server._files import Files
+from llamapipe.server.store.files import Files
 store, stage, at_end, n = sys.argv[1], sys.argv[2], sys.argv[3] == "end", int(sys.argv[4])
 real = getattr(Files, stage)
 def killed(*arguments):

@@ -14,13 +14,13 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from llamapipe.server._anthropic import CountRequest, MessagesRequest
-from llamapipe.server._chat import ChatRequest
-from llamapipe.server._completions import CompletionRequest
 from llamapipe.server._fields import Fate, Only, Unused, as_taken, fates, unused
-from llamapipe.server._responses import ResponsesRequest
 from llamapipe.server._tools import custom_input
 from llamapipe.server.errors import ApiError
+from llamapipe.server.routes.anthropic import CountRequest, MessagesRequest
+from llamapipe.server.routes.chat import ChatRequest
+from llamapipe.server.routes.completions import CompletionRequest
+from llamapipe.server.routes.responses import ResponsesRequest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from field_tables import PAGE, TABLES, all_fields, shown, with_tables

@@ -16,8 +16,8 @@ from support.served import http_client, refused
 
 import llamapipe as lp
 from llamapipe.llama.fim import fim_room
-from llamapipe.server._llama_server import TextLimits
-from llamapipe.server._sampling import sampler_names
+from llamapipe.server.requests.sampling import sampler_names
+from llamapipe.server.routes.llama_server import TextLimits
 
 PROMPT: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0}
 GAP: dict[str, Any] = {

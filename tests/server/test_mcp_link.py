@@ -19,9 +19,9 @@ from support.fleet_servers import has_ended, pool_server, worker_server
 from support.mcp_agent import GOOD, OPTIONS, turns_file
 from support.mcp_servers import PNG, entry, write_file
 
-from llamapipe.server.mcp import CLOSED, Image, LocalServers, McpError, Result
-from llamapipe.server.mcp_file import entries_of
-from llamapipe.server.mcp_link import LinkedServers, listening
+from llamapipe.server.mcp.file import entries_of
+from llamapipe.server.mcp.link import LinkedServers, listening
+from llamapipe.server.mcp.servers import CLOSED, Image, LocalServers, McpError, Result
 
 LIMITS = ("--n-ctx", "8192", "--mcp-timeout", f"{PATIENCE_S:g}")
 

@@ -18,9 +18,9 @@ from support.fleet_servers import has_ended
 from support.mcp_agent import http_server
 from support.mcp_servers import PNG, entry, write_file
 
-from llamapipe.server import _mcp_stdio, mcp
-from llamapipe.server.mcp import Image, LocalServers, McpError, Result
-from llamapipe.server.mcp_file import HttpServer, StdioServer, entries_of
+from llamapipe.server.mcp import _stdio, servers
+from llamapipe.server.mcp.file import HttpServer, StdioServer, entries_of
+from llamapipe.server.mcp.servers import Image, LocalServers, McpError, Result
 
 Use = Callable[[LocalServers], Awaitable[Any]]
 
@@ -172,7 +172,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
         ({"command": "/nowhere/at-all"}, "there is no command '/nowhere/at-all'"),
         ({"command": sys.executable, "args": ["-c", "import sys; sys.exit(3)"]}, "did not start: ended"),
         (entry("garbage"), "not MCP messages"),
-        (entry("endless"), f"a message of more than {_mcp_stdio._MOST_LINE} bytes"),
+        (entry("endless"), f"a message of more than {_stdio._MOST_LINE} bytes"),
     ],
     ids=["no command", "ends", "garbage", "endless"],
 )
@@ -225,14 +225,14 @@ def test_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
         for n in (1, 2):
             with pytest.raises(McpError, match="did not answer within 1 seconds") as caught:
                 await local.call("hanging", "act", {})
-            assert caught.value.code == mcp.TIMED_OUT
+            assert caught.value.code == servers.TIMED_OUT
             assert len(list(tmp_path.glob("pid-*"))) == n
 
     used(tmp_path, {"hanging": entry("hanging", str(tmp_path))}, use, 1, PATIENCE_S)
 
 
 def test_the_end_ends_what_children_have_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mcp_stdio, "_GRACE_S", 0.1)
+    monkeypatch.setattr(_stdio, "_GRACE_S", 0.1)
     assert called(tmp_path, "deaf") == Result(["fine"], False)
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2
@@ -276,7 +276,7 @@ def test_an_address_where_nobody_listens(tmp_path: Path) -> None:
 
 
 def test_the_package_is_needed_only_where_a_server_starts() -> None:
-    program = "import sys; import llamapipe.server.mcp; assert 'mcp' not in sys.modules"
+    program = "import sys; import llamapipe.server.mcp.servers; assert 'mcp' not in sys.modules"
     subprocess.run(
         [sys.executable, "-c", program],
         check=True,

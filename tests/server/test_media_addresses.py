@@ -19,8 +19,9 @@ from support.media_models import idefics3_projector, model_with_tile_tokens, png
 from support.served import post_json
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _media, serve
+from llamapipe.server import ServerSettings, serve
 from llamapipe.server._addresses import is_public
+from llamapipe.server.requests import media
 
 PNG = png(200, 120)
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
@@ -209,7 +210,7 @@ def test_what_is_not_fetched(server: str, hosts: tuple[str, str]) -> None:
 def test_a_host_that_stays_silent(
     server: str, hosts: tuple[str, str], engine: lp.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_media, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(media, "MOST_SECONDS", 0.5)
     began = monotonic()
     asked = [threading.Thread(target=ask, args=(server, f"http://{hosts[0]}/slow")) for _ in range(4)]
     for thread in asked:

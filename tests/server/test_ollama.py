@@ -20,7 +20,7 @@ from support.scripted_model import scripted_model
 from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server.ollama import engine_messages
+from llamapipe.server.routes.ollama import engine_messages
 
 COW = [{"role": "user", "content": "What does a cow say?"}]
 GREEDY = {"temperature": 0, "num_predict": 8}

@@ -19,9 +19,9 @@ from support.loop_hold import longest_hold_s
 
 import llamapipe as lp
 from llamapipe.server import ServerSettings
-from llamapipe.server._limits import check_n_messages, refuse_long
 from llamapipe.server.application import application_of
 from llamapipe.server.endpoint import Exchange, JsonResponse, post
+from llamapipe.server.requests.limits import check_n_messages, refuse_long
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of
 

@@ -17,9 +17,9 @@ import pytest
 from support.control import turn
 from support.run_script import Script, command, environment
 
-from llamapipe.server import _store
-from llamapipe.server._database import MissingError, StoreError
-from llamapipe.server._store import NewAnswer, Page, Store
+from llamapipe.server.store import answers
+from llamapipe.server.store.answers import NewAnswer, Page, Store
+from llamapipe.server.store.database import MissingError, StoreError
 
 BIG = 2**30
 ALL = (10_000, BIG, "")  # items and bytes that may be read at once, and an answer that is not there
@@ -281,7 +281,7 @@ def test_a_clock_that_is_set_ahead_deletes_nothing(file: Path, monkeypatch: pyte
         add(store, "old")
         now = time.time
         monkeypatch.setattr(time, "time", lambda: now() + 4000 * 86_400)
-        monkeypatch.setattr(_store, "_AGE_S", 0)
+        monkeypatch.setattr(answers, "_AGE_S", 0)
         add(store, "ahead")
         assert not has(store, "old")  # by this clock
         monkeypatch.undo()
@@ -410,7 +410,7 @@ def test_a_closed_store_says_so(store: Store) -> None:
 WRITER = """
 import asyncio
 from pathlib import Path
-from llamapipe.server._store import NewAnswer, Store
+from llamapipe.server.store.answers import NewAnswer, Store
 
 async def main(file, name, n):
     store = Store(Path(file), 2**30, 30)
@@ -477,7 +477,7 @@ def test_processes_share_a_file_from_its_beginning(file: Path) -> None:
 FULL = """
 import asyncio, resource, signal
 from pathlib import Path
-from llamapipe.server._store import NewAnswer, Store, StoreError
+from llamapipe.server.store.answers import NewAnswer, Store, StoreError
 
 def answer(i):
     return NewAnswer(f"resp_{i}", {"id": i}, [{"role": "user", "content": "x" * 50_000}], [])

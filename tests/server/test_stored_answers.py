@@ -21,8 +21,9 @@ from support.fleet_servers import pool_server, worker_server
 from support.served import http_client, openai_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _database, app, serve
-from llamapipe.server._kept import NOT_STORED
+from llamapipe.server import ServerSettings, app, serve
+from llamapipe.server.requests.kept import NOT_STORED
+from llamapipe.server.store import database
 
 OPTIONS: Any = {"model": "demo", "max_output_tokens": 12, "temperature": 0}
 MISSING = "resp_00000000000000000000000000000000"
@@ -487,8 +488,8 @@ def test_others_do_not_wait_for_a_slow_disk(
     engine: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another program holds the file, an answer waits for it; what stores nothing does not."""
-    monkeypatch.setattr(_database, "_BUSY_S", PATIENCE_S)
-    monkeypatch.setattr(_database, "_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(database, "_BUSY_S", PATIENCE_S)
+    monkeypatch.setattr(database, "_WAIT_S", PATIENCE_S)
     file = tmp_path / "answers.db"
     with (
         serve(engine, settings=ServerSettings(**NAMES, store=file)) as server,
@@ -520,7 +521,7 @@ def test_others_do_not_wait_for_a_slow_disk(
 def test_an_answer_that_cannot_be_stored_is_sent(
     engine: lp.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_database, "_BUSY_S", 0.01)
+    monkeypatch.setattr(database, "_BUSY_S", 0.01)
     file = tmp_path / "answers.db"
     with (
         openai_client(engine, **NAMES, store=file) as client,

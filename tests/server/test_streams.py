@@ -21,10 +21,11 @@ from support.control import PATIENCE_S, Gate
 from support.served import http_client
 
 import llamapipe as lp
-from llamapipe.server import ServerSettings, _responses, serve
+from llamapipe.server import ServerSettings, serve
 from llamapipe.server.connections import Connection, Connections
 from llamapipe.server.endpoint import EventStream
 from llamapipe.server.errors import ApiError
+from llamapipe.server.routes import responses
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "stream": True}
@@ -89,7 +90,7 @@ def test_a_silent_stream_gives_signs_of_life(engine: lp.Engine, path: str) -> No
 
 def test_codex_sees_signs_of_life(engine: lp.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits five minutes for an event, and no comment is one."""
-    monkeypatch.setattr(_responses, "_SIGN_S", 0.0)
+    monkeypatch.setattr(responses, "_SIGN_S", 0.0)
     path = "/v1/responses"
     with (
         served(engine, ping_s=0.02) as client,

@@ -16,8 +16,8 @@ from support.served import http_client
 import llamapipe as lp
 from llamapipe.chat.results import ToolCallDelta
 from llamapipe.results import ChatDelta, Delta
-from llamapipe.server import _job
-from llamapipe.server._time_limit import chat_choice, text_choice, until_line
+from llamapipe.server.requests import job
+from llamapipe.server.requests.time_limit import chat_choice, text_choice, until_line
 
 LINES = 'root ::= ([a-z] "\\n")*'
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -128,7 +128,7 @@ def test_a_request_ends_there(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     """Each look at the clock is a second later: the second part is too late."""
-    monkeypatch.setattr(_job, "until_line", partial(until_line, clock=count().__next__))
+    monkeypatch.setattr(job, "until_line", partial(until_line, clock=count().__next__))
     answer = client.post(path, json={**body, **LONG, "t_max_predict_ms": 500}).json()
     text, reason = _text(answer["choices"][0])
     assert text.endswith("\n") and reason == "length" and 0 < answer["usage"]["completion_tokens"] < 10

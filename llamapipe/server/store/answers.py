@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import Database, MissingError, StoreError
 from llamapipe.server.json_bytes import encode_json
+from llamapipe.server.store.database import Database, MissingError, StoreError
 
 _AGE_S = 60.0  # between two checks of the age, while there are writes
 _UNSEEN = 1 / 64  # of the limit; may be written between two checks of the size

@@ -35,18 +35,18 @@ from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
-from llamapipe.server._completions import token_limit
-from llamapipe.server._embeddings import embedded
 from llamapipe.server._fields import Lenient, Only, Unused
-from llamapipe.server._generation import ChatJob, fim_prompt_of, prompts_of
-from llamapipe.server._job import Job, Part, TextJob, encoded, joined
-from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
-from llamapipe.server._media import PlacedPart
-from llamapipe.server._sampling import FROM_TABLE, Formats, Sampling, Tokenize
 from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.ollama import OllamaEncoder, empty_part, nanoseconds
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import ChatJob, fim_prompt_of, prompts_of
+from llamapipe.server.requests.job import Job, Part, TextJob, encoded, joined
+from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
+from llamapipe.server.requests.media import PlacedPart
+from llamapipe.server.requests.sampling import FROM_TABLE, Formats, Sampling, Tokenize
+from llamapipe.server.routes.completions import token_limit
+from llamapipe.server.routes.embeddings import embedded
 from llamapipe.server.state import ServerState
 
 _LATEST = ":latest"

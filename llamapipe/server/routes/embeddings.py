@@ -18,9 +18,9 @@ from starlette.responses import Response
 
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import n_prompts
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, code_of
+from llamapipe.server.requests.generation import n_prompts
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:

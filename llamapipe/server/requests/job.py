@@ -21,9 +21,9 @@ from llamapipe.results import (
     Timings,
     TokenLogprob,
 )
-from llamapipe.server._time_limit import text_choice, until_line
 from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.endpoint import SUBMITTED, Exchange
+from llamapipe.server.requests.time_limit import text_choice, until_line
 from llamapipe.streams import AsyncChatStream, AsyncStream
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import FullError
-from llamapipe.server._store import NewAnswer, Store
+from llamapipe.server.store.answers import NewAnswer, Store
+from llamapipe.server.store.database import FullError
 
 MOST_ATTEMPTS = 5
 MOST_LATER_S = 30  # the longest wait for the next attempt

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from llamapipe._messages import quoted
-from llamapipe.server._database import Database, FullError, MissingError, StoreError
-from llamapipe.server._files import InUseError
-from llamapipe.server._runs import Runs
-from llamapipe.server._store import Item, NewAnswer, Store, TooMuchError, UnfinishedError
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import QUOTA, ApiError
+from llamapipe.server.store.answers import Item, NewAnswer, Store, TooMuchError, UnfinishedError
+from llamapipe.server.store.database import Database, FullError, MissingError, StoreError
+from llamapipe.server.store.files import InUseError
+from llamapipe.server.store.runs import Runs
 
 T = TypeVar("T")
 NOT_STORED = b"x-llamapipe-not-stored"

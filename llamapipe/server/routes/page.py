@@ -9,10 +9,10 @@ from importlib.resources import files
 from starlette.responses import Response
 
 from llamapipe._messages import quoted
-from llamapipe.server._kept import read
-from llamapipe.server._runs import Runs
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.kept import read
+from llamapipe.server.store.runs import Runs
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 # The last line disables innerHTML and the like in browsers that support it: a model's text is never parsed as HTML.

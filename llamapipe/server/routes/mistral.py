@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.params import SamplingParams
-from llamapipe.server._completions import check_params, token_limit
 from llamapipe.server._fields import Unused
-from llamapipe.server._generation import fim_prompt_of
-from llamapipe.server._job import TextJob, counted, encoded
-from llamapipe.server._sampling import Sampling
 from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import fim_prompt_of
+from llamapipe.server.requests.job import TextJob, counted, encoded
+from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.routes.completions import check_params, token_limit
 
 
 class FimRequest(Sampling, kw_only=True):

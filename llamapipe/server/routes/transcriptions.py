@@ -19,9 +19,9 @@ from starlette.responses import PlainTextResponse, Response
 from llamapipe._messages import listed, quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.params import SamplingParams
-from llamapipe.server._generation import ChatJob
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import ChatJob
 
 _MOST_PARTS = 64
 _MOST_TYPE = 300  # characters of a content type

@@ -21,13 +21,13 @@ from llamapipe.errors import InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
-from llamapipe.server._job import Job, drafted, gather
-from llamapipe.server._limits import refuse_long, refuse_long_chat, total_choices
-from llamapipe.server._media import in_request, place_of, with_media
-from llamapipe.server._sampling import with_field
-from llamapipe.server._time_limit import chat_choice
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
+from llamapipe.server.requests.job import Job, drafted, gather
+from llamapipe.server.requests.limits import refuse_long, refuse_long_chat, total_choices
+from llamapipe.server.requests.media import in_request, place_of, with_media
+from llamapipe.server.requests.sampling import with_field
+from llamapipe.server.requests.time_limit import chat_choice
 from llamapipe.server.settings import TEMPLATE_PARAMETERS
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of

@@ -20,11 +20,11 @@ import msgspec
 
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.server._addresses import Refused, allowed_host
-from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError, as_sent, wrong
-from llamapipe.server.mcp import (
+from llamapipe.server.mcp.file import HEADER, VALUE
+from llamapipe.server.mcp.servers import (
     Image,
     ListedServer,
     McpError,
@@ -33,7 +33,7 @@ from llamapipe.server.mcp import (
     Result,
     Tool,
 )
-from llamapipe.server.mcp_file import HEADER, VALUE
+from llamapipe.server.store.answers import Item
 
 _KEYS = ("type", "server_label", "server_url", "server_description", "allowed_tools", "require_approval",
          "headers", "authorization", "connector_id", "tunnel_id", "allowed_callers", "defer_loading")  # fmt: skip

@@ -10,17 +10,23 @@ from starlette.responses import Response
 
 from llamapipe._messages import quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.server._completions import Streamed, token_limit
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, note_unread, template_args
-from llamapipe.server._job import counted, encoded
-from llamapipe.server._limits import CHAT_TOP, check_n_messages, check_top
-from llamapipe.server._sampling import adapters_of, chosen_samplers, predicted
-from llamapipe.server._time_limit import check_time_limit
 from llamapipe.server._tools import Tools, custom_arguments, tools_of
 from llamapipe.server.dialects.chat import ChatEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import (
+    ChatJob,
+    input_tokens,
+    n_prompt_tokens,
+    note_unread,
+    template_args,
+)
+from llamapipe.server.requests.job import counted, encoded
+from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
+from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted
+from llamapipe.server.requests.time_limit import check_time_limit
+from llamapipe.server.routes.completions import Streamed, token_limit
 
 _NO_AUDIO = "this server answers in text"
 

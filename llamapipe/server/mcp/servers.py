@@ -26,13 +26,13 @@ import msgspec
 
 import llamapipe
 from llamapipe._messages import quoted
-from llamapipe.server.mcp_file import HttpServer, McpEntry, StdioServer
+from llamapipe.server.mcp.file import HttpServer, McpEntry, StdioServer
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import Transport
 
-    from llamapipe.server._mcp_stdio import StdioProcess
+    from llamapipe.server.mcp._stdio import StdioProcess
 
 T = TypeVar("T")
 MOST_TOOLS = 1024  # of a server: a grammar cannot have more
@@ -433,11 +433,11 @@ class _Life:
 
     def _new_transport(self) -> Transport:
         if isinstance(self._entry, StdioServer):
-            from llamapipe.server._mcp_stdio import StdioProcess
+            from llamapipe.server.mcp._stdio import StdioProcess
 
             self._stdio = StdioProcess(self._entry)
             return self._stdio.running()
-        from llamapipe.server._mcp_http import over_http
+        from llamapipe.server.mcp._http import over_http
 
         return over_http(self._entry.url, self._entry.headers, self._hosts)
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from llamapipe.server._database import Database, FullError, MissingError
-from llamapipe.server._runs import IS_DUE
 from llamapipe.server.json_bytes import encode_json
+from llamapipe.server.store.database import Database, FullError, MissingError
+from llamapipe.server.store.runs import IS_DUE
 
 MOST_ATTEMPTS = 5  # attempts in a row without a result, after which a batch fails
 MOST_WAITING = 100  # batches of one owner that have not ended

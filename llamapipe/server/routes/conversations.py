@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.server._background import follow
-from llamapipe.server._kept import read, resolved, store_of, write
-from llamapipe.server._limits import check_metadata, check_n_messages
-from llamapipe.server._responses import check_include, check_items
-from llamapipe.server._store import Item, Page
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.kept import read, resolved, store_of, write
+from llamapipe.server.requests.limits import check_metadata, check_n_messages
+from llamapipe.server.routes.responses import check_include, check_items
+from llamapipe.server.store.answers import Item, Page
 
 _MOST_DIGITS = 15  # of a number in a query
 _MOST_LISTED = 100  # the API's limits

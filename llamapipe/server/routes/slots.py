@@ -29,10 +29,10 @@ from starlette.responses import Response
 from llamapipe._messages import listed, quoted
 from llamapipe.cache_file import opened
 from llamapipe.errors import InvalidRequestError
-from llamapipe.server._sampling import slot_name
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent
-from llamapipe.server.transcriptions import form_parts
+from llamapipe.server.requests.sampling import slot_name
+from llamapipe.server.routes.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
 
 T = TypeVar("T")

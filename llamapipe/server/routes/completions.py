@@ -14,10 +14,14 @@ from llamapipe._messages import shown as shown_value
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import Prompt, given_prompts, n_prompts, prompts_of
-from llamapipe.server._job import TextJob, counted, encoded
-from llamapipe.server._limits import check_top, total_choices
-from llamapipe.server._sampling import (
+from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Shown
+from llamapipe.server.dialects.openai_stream import Format
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import Prompt, given_prompts, n_prompts, prompts_of
+from llamapipe.server.requests.job import TextJob, counted, encoded
+from llamapipe.server.requests.limits import check_top, total_choices
+from llamapipe.server.requests.sampling import (
     Constraint,
     LoraScale,
     Prediction,
@@ -27,11 +31,7 @@ from llamapipe.server._sampling import (
     predicted,
     with_field,
 )
-from llamapipe.server._time_limit import check_time_limit
-from llamapipe.server.dialects.completions import CompletionEncoder, Prompts, Shown
-from llamapipe.server.dialects.openai_stream import Format
-from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import takes_long
 

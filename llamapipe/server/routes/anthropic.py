@@ -13,16 +13,16 @@ from starlette.responses import Response
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.server._fields import Only, Unused, unused
-from llamapipe.server._generation import ChatJob, n_prompt_tokens, note_unread, template_args
-from llamapipe.server._job import counted, encoded
-from llamapipe.server._limits import check_n_messages
-from llamapipe.server._media import PlacedPart
-from llamapipe.server._sampling import Sampling
 from llamapipe.server._tools import check_number
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.server.json_bytes import event
+from llamapipe.server.requests.generation import ChatJob, n_prompt_tokens, note_unread, template_args
+from llamapipe.server.requests.job import counted, encoded
+from llamapipe.server.requests.limits import check_n_messages
+from llamapipe.server.requests.media import PlacedPart
+from llamapipe.server.requests.sampling import Sampling
 
 # Tools that Anthropic's service runs, or whose definitions only its models know. In a request, a date follows the name.
 _HOSTED = ("advisor", "bash", "browser_toolset", "code_execution", "computer", "mcp_toolset", "memory",

@@ -15,7 +15,11 @@ from starlette.responses import Response
 
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import (
+from llamapipe.server._tools import check_functions
+from llamapipe.server.dialects.logprobs import token_text
+from llamapipe.server.endpoint import Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import (
     about_conversation,
     check_template_args,
     tokenize_chat,
@@ -23,11 +27,7 @@ from llamapipe.server._generation import (
     with_default_args,
     with_system,
 )
-from llamapipe.server._limits import check_n_messages, refuse_long_chat
-from llamapipe.server._tools import check_functions
-from llamapipe.server.dialects.logprobs import token_text
-from llamapipe.server.endpoint import Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.limits import check_n_messages, refuse_long_chat
 from llamapipe.server.state import ServerState
 from llamapipe.work.long_work import size_of
 

@@ -24,11 +24,15 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta
-from llamapipe.server._completions import check_params, token_limit
-from llamapipe.server._generation import Prompt, fim_prompt_of, n_prompts, prompts_of
-from llamapipe.server._job import TextJob, encoded, joined
-from llamapipe.server._limits import check_top, total_choices
-from llamapipe.server._sampling import (
+from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
+from llamapipe.server.dialects.logprobs import token_text
+from llamapipe.server.dialects.openai_stream import system_fingerprint
+from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
+from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.generation import Prompt, fim_prompt_of, n_prompts, prompts_of
+from llamapipe.server.requests.job import TextJob, encoded, joined
+from llamapipe.server.requests.limits import check_top, total_choices
+from llamapipe.server.requests.sampling import (
     LoraScale,
     Sampling,
     adapters_of,
@@ -36,12 +40,8 @@ from llamapipe.server._sampling import (
     chosen_samplers,
     listed_biases,
 )
-from llamapipe.server._time_limit import check_time_limit
-from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
-from llamapipe.server.dialects.logprobs import token_text
-from llamapipe.server.dialects.openai_stream import system_fingerprint
-from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.time_limit import check_time_limit
+from llamapipe.server.routes.completions import check_params, token_limit
 from llamapipe.server.state import ServerState
 
 

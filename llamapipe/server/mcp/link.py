@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from llamapipe.server.mcp import CLOSED, LocalServers, McpError, Result, Tool
+from llamapipe.server.mcp.servers import CLOSED, LocalServers, McpError, Result, Tool
 
 _MOST_LINE = 2**27  # bytes; the limits of a server's messages are lower
 

@@ -19,7 +19,7 @@ import anyio
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
-from llamapipe.server.mcp_file import StdioServer
+from llamapipe.server.mcp.file import StdioServer
 
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams

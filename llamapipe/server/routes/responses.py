@@ -17,21 +17,27 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.media.decode import is_media
 from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._generation import ChatJob, input_tokens, n_prompt_tokens, note_unread, template_args
-from llamapipe.server._job import encoded
-from llamapipe.server._kept import Kept, kept_of, resolved
-from llamapipe.server._limits import CHAT_TOP, check_metadata, check_n_messages, check_top
-from llamapipe.server._mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
-from llamapipe.server._media import PlacedPart
-from llamapipe.server._sampling import Sampling
-from llamapipe.server._store import Item
 from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualified, tools_of
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.server.endpoint import PING, SUBMITTED, EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import BUSY, ApiError, api_error, as_sent, shutting_down, wrong
 from llamapipe.server.json_bytes import encode_json, typed_event
-from llamapipe.server.mcp import McpError
+from llamapipe.server.mcp.servers import McpError
+from llamapipe.server.requests.generation import (
+    ChatJob,
+    input_tokens,
+    n_prompt_tokens,
+    note_unread,
+    template_args,
+)
+from llamapipe.server.requests.job import encoded
+from llamapipe.server.requests.kept import Kept, kept_of, resolved
+from llamapipe.server.requests.limits import CHAT_TOP, check_metadata, check_n_messages, check_top
+from llamapipe.server.requests.mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
+from llamapipe.server.requests.media import PlacedPart
+from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.store.answers import Item
 from llamapipe.work.tenant import conversation
 
 Message = dict[str, Any]

@@ -27,7 +27,7 @@ from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError, no_model
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import line
-from llamapipe.server.ollama import adapter_of, check_chat_model, is_named
+from llamapipe.server.routes.ollama import adapter_of, check_chat_model, is_named
 from llamapipe.server.state import ServerState
 
 _MOST_PULLS = 2  # downloads at once

@@ -22,7 +22,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server.dialects.ollama import date_of
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.ollama import (
+from llamapipe.server.routes.ollama import (
     NO_MODELFILE,
     Modelfile,
     OllamaRequest,
@@ -31,7 +31,7 @@ from llamapipe.server.ollama import (
     is_named,
     modelfile_for,
 )
-from llamapipe.server.page_routes import page
+from llamapipe.server.routes.page import page
 from llamapipe.server.state import ServerState
 
 # The version of Ollama's API that this server offers. Clients ask for it before they use newer fields.

@@ -90,12 +90,14 @@ def read_head(file: FileIO | BytesIO) -> tuple[Head, int]:
     if crc32(text) != checksum:
         raise ValueError("its head is damaged")
     try:
-        return _checked(json.loads(text, object_hook=lambda fields: bytes.fromhex(fields["hex"]))), n_snapshot
+        return _check_head(
+            json.loads(text, object_hook=lambda fields: bytes.fromhex(fields["hex"]))
+        ), n_snapshot
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("its head is damaged") from error
 
 
-def _checked(fields: Any) -> Head:
+def _check_head(fields: Any) -> Head:
     """Return the checked fields as a head. Raises KeyError, TypeError, ValueError for wrong fields."""
     key, n, has_cells, places, tail, blocks, marks = fields
     hashes = array("Q")
@@ -113,7 +115,7 @@ def _checked(fields: Any) -> Head:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
+def open_private(path: Path) -> Iterator[FileIO]:
     """Open a file for reading, if it belongs to this user and is not a symbolic link.
 
     Raises OSError; ValueError for a file that others could write.
@@ -128,7 +130,7 @@ def opened(path: Path) -> Iterator[FileIO]:
         yield file
 
 
-def locked(path: Path) -> int:
+def create_locked(path: Path) -> int:
     """Open a new file that ``remove_if_dead`` keeps until it is closed. Return its descriptor. Raises OSError."""
     while True:
         fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -171,7 +173,7 @@ def forget(root: Path, is_wanted: Callable[[Hashable], bool]) -> None:
 
 def _is_of(path: Path, is_wanted: Callable[[Hashable], bool]) -> bool:
     """Return whether a file belongs to a selected key. A file that no engine would read belongs to none."""
-    with suppress(FileNotFoundError, ValueError), opened(path) as file:
+    with suppress(FileNotFoundError, ValueError), open_private(path) as file:
         return is_wanted(read_head(file)[0].cache_key)
     return False
 

@@ -6,8 +6,8 @@ One thread owns the context. It batches the texts of all calls, one text of each
 not keep a single text waiting. Callers put calls into its inbox and wait for their own answers. The thread shares no
 lock with callers, because a signal handler may raise in a caller between any two instructions.
 
-``embed`` and ``aembed``, ``rerank`` and ``arerank`` share their checks (``_checked``, ``_pairs``) and their results
-(``_result``, ``_ranked``). They differ only in how they wait, so ``tools/unasync.py`` would have nothing to derive.
+``embed`` and ``aembed``, ``rerank`` and ``arerank`` share their checks (``_check_texts``, ``_pairs``) and their results
+(``_result``, ``_rank``). They differ only in how they wait, so ``tools/unasync.py`` would have nothing to derive.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Embedder(AsyncOwner):
         long, ImportError for ``progress`` without tqdm, EngineClosedError, BackendError if llama.cpp fails, DecodeError
         if a damaged model computes numbers that are not finite.
         """
-        single, tokens = self._checked(texts, truncate)
+        single, tokens = self._check_texts(texts, truncate)
         bar = progress_bar(len(tokens)) if check_flag("progress", progress) else None
         try:
             rows = self._wait(tokens, None if bar is None else bar.update)
@@ -178,12 +178,12 @@ class Embedder(AsyncOwner):
         self, texts: Text | Sequence[Text], normalize: bool = True, *, truncate: bool = False
     ) -> Floats | list[Floats]:
         """Do what ``embed`` does, for asyncio. Cancelling the task drops the texts that are not computed yet."""
-        single, tokens = await self._long_work.run(self._checked, texts, truncate, size=size_of(texts))
+        single, tokens = await self._long_work.run(self._check_texts, texts, truncate, size=size_of(texts))
         return self._result(await self._await(tokens), single, check_flag("normalize", normalize))
 
     def _result(self, rows: list[Floats], single: bool, normalize: bool) -> Floats | list[Floats]:
         if normalize:
-            rows = [_normalized(row) for row in rows]
+            rows = [_normalize(row) for row in rows]
         if single:
             return rows[0]
         if self.pooling == "none":
@@ -207,14 +207,14 @@ class Embedder(AsyncOwner):
         BackendError if llama.cpp fails.
         """
         pairs = self._pairs(query, documents, truncate)
-        return _ranked(self._wait(pairs), pairs)
+        return _rank(self._wait(pairs), pairs)
 
     @explains_options()
     async def arerank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[Ranked]:
         """Do what ``rerank`` does, for asyncio. Cancelling the task drops the documents that are not computed yet."""
         size = size_of([query, documents])
         pairs = await self._long_work.run(self._pairs, query, documents, truncate, size=size)
-        return _ranked(await self._await(pairs), pairs)
+        return _rank(await self._await(pairs), pairs)
 
     def _pairs(self, query: str, documents: Sequence[str], truncate: bool) -> list[list[int]]:
         """Return the tokens of each document together with the query. Raises as ``rerank`` does."""
@@ -275,7 +275,7 @@ class Embedder(AsyncOwner):
 
         Raises as ``embed`` does.
         """
-        return self._checked(texts, truncate)[1]
+        return self._check_texts(texts, truncate)[1]
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens that ``embed`` computes for a text, including the model's special tokens."""
@@ -292,7 +292,7 @@ class Embedder(AsyncOwner):
         starts = (i for i in range(len(whole) - n + 1) if whole[i : i + n] == plain)
         return len(whole) - n - next(starts, len(whole) - n)
 
-    def _checked(self, texts: Text | Sequence[Text], truncate: bool) -> tuple[bool, list[list[int]]]:
+    def _check_texts(self, texts: Text | Sequence[Text], truncate: bool) -> tuple[bool, list[list[int]]]:
         """Return whether ``texts`` is a single text, and each text as tokens. Raises as ``embed`` does."""
         if self.closed:
             raise EngineClosedError("the embedder is closed")
@@ -385,14 +385,14 @@ class Embedder(AsyncOwner):
         self._worker.close_soon()
 
 
-def _normalized(row: Floats) -> Floats:
+def _normalize(row: Floats) -> Floats:
     """Return vectors of length 1; a vector of zeros stays as it is."""
     length = np.linalg.norm(row, axis=-1, keepdims=True)
     vectors: Floats = np.divide(row, length, out=np.zeros_like(row), where=length > 0)
     return vectors
 
 
-def _ranked(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:
+def _rank(rows: list[Floats], pairs: list[list[int]]) -> list[Ranked]:
     scores = [
         Ranked(i, float(row[0]), len(pair)) for i, (row, pair) in enumerate(zip(rows, pairs, strict=True))
     ]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 from llamapipe._engine.calls.call_options import ERROR_MODES, CallOptions, OnError, OnTimeout, call_options
 from llamapipe._engine.calls.chat import ChatBuilder, CheckedChat
-from llamapipe._engine.calls.observed import observed
+from llamapipe._engine.calls.observed import observed_request
 from llamapipe._engine.calls.prompts import CheckedPrompt, RequestBuilder, RequestFactory, in_order_of_prompts
 from llamapipe._engine.calls.queue_limit import QueueLimit
 from llamapipe._engine.calls.scores import ScoreJob, perplexity_job, score_job, tokens_job
@@ -729,7 +729,7 @@ class Engine(BlockingCalls, AsyncOwner):
             mailbox.requests.append(request)  # asyncio
             observer = self._submission.observer
             if observer is not None:
-                stream.observed = observer.begin(observed([request], options.operation))
+                stream.observed = observer.begin(observed_request([request], options.operation))
             return request, mailbox
 
         submit = partial(self._submission.asubmit, block=options.block)
@@ -971,7 +971,7 @@ class Engine(BlockingCalls, AsyncOwner):
         sequence = await to_thread(self._unpack, snapshot, params)
         item = await self._long_work.run_off_loop(self._request_builder.item, sequence.tokens, params)
         mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, sequence)
+        request = self._request_builder.restored_generation(item, mailbox, sequence)
         generation = self._ageneration(request, mailbox)
         self._engine_thread.restore(request, sequence)
         return generation
@@ -996,7 +996,7 @@ class Engine(BlockingCalls, AsyncOwner):
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
-        adapters = self._request_builder.chosen(adapter)
+        adapters = self._request_builder.select_adapters(adapter)
         item = await self._long_work.run_off_loop(self._request_builder.item, prompt, None)
         tokens = item.tokens
         if len(tokens) < MIN_PREFIX:
@@ -1186,7 +1186,7 @@ class Engine(BlockingCalls, AsyncOwner):
         progress: bool,
         adapter: AdapterChoice | None,
     ) -> T:
-        batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
+        batches = job.batches(self._request_builder, self._request_builder.select_adapters(adapter))
         bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
         return job.result(await self._submission.acollect(batches, options, bar))
 

@@ -121,7 +121,7 @@ class StreamReader(NotCopyable):
     def _read(self, item: Any) -> Delta:
         if isinstance(item, Failure):
             self._done = True
-            self.observed_end(item.error)
+            self.notify_end(item.error)
             raise item.error
         delta: Delta = item
         if self._first_token_at is None and delta.token_ids:
@@ -129,7 +129,7 @@ class StreamReader(NotCopyable):
         if delta.finish_reason is not None:
             self._done = True
             if self.observed is not None:
-                self.observed_end()
+                self.notify_end()
         request = self._request
         request.token_budget += len(delta.token_ids)
         # A command to the engine thread for every token would be expensive, so tokens are granted by half a buffer.
@@ -141,13 +141,13 @@ class StreamReader(NotCopyable):
             self._engine_thread.resume(request)
         return delta
 
-    def _expired(self) -> TimeoutError:
+    def _timeout_error(self) -> TimeoutError:
         error = TimeoutError("the request did not finish within its timeout and was cancelled")
-        self.observed_end(error)
+        self.notify_end(error)
         self.cancel()
         return error
 
-    def observed_end(self, error: BaseException | None = None) -> None:
+    def notify_end(self, error: BaseException | None = None) -> None:
         """Notify the observer of the end, once, if there is an observer."""
         observed, self.observed = self.observed, None
         if observed is not None:
@@ -160,7 +160,7 @@ class StreamReader(NotCopyable):
             if not request.cancelled and request.state is not State.FINISHED:
                 self._engine_thread.cancel_soon(request)
         self._done = True  # set last: a caller that is interrupted earlier can cancel again
-        self.observed_end()
+        self.notify_end()
 
     def __del__(self) -> None:
         # Dropped before its end: the rest can no longer be read. No lock is taken, so any thread may collect the
@@ -338,7 +338,7 @@ class SequenceHandle(NotCopyable):
             self._tokens += ids
             self._change(None, ids)
 
-    def _forked_request(self, seed: int | None, mailbox: Mailbox) -> Request:
+    def _fork_request(self, seed: int | None, mailbox: Mailbox) -> Request:
         parent = self._request
         sink = parent.sink
         assert isinstance(sink, TokenSink)
@@ -452,13 +452,13 @@ class AsyncStream(StreamReader, AsyncClosing):
             if self._request.state is State.FINISHED:
                 deadline = None  # all remaining deltas are in the mailbox
             elif perf_counter() >= deadline:  # even if the mailbox has deltas
-                raise self._expired()
+                raise self._timeout_error()
         try:
             item = await self._mailbox.get(deadline)
         except Empty:
-            raise self._expired() from None
+            raise self._timeout_error() from None
         except BaseException as e:  # Ctrl-C or cancellation of the task during the wait
-            self.observed_end(e)
+            self.notify_end(e)
             self.cancel()
             raise
         return self._read(item)
@@ -478,7 +478,7 @@ class AsyncStream(StreamReader, AsyncClosing):
             self._done = False
             await self._submit(self._request, deadline=self._deadline)
         except BaseException as e:
-            self.observed_end(e)
+            self.notify_end(e)
             self.cancel()
             raise
 
@@ -598,7 +598,7 @@ class AsyncGeneration(SequenceHandle, AsyncClosing):
         with self._alone:
             self._check_open()
             mailbox = AsyncMailbox(running_loop(), self._engine_thread.dispatcher)
-            child = self._forked_request(sampler_seed, mailbox)
+            child = self._fork_request(sampler_seed, mailbox)
             forked = AsyncGeneration(
                 self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format
             )

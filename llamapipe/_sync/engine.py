@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any, Literal, TypeVar, overload
 
 from llamapipe._engine.calls.call_options import ERROR_MODES, CallOptions, OnError, OnTimeout, call_options
-from llamapipe._engine.calls.observed import observed
+from llamapipe._engine.calls.observed import observed_request
 from llamapipe._engine.calls.prompts import CheckedPrompt, RequestFactory, in_order_of_prompts
 from llamapipe._engine.calls.scores import ScoreJob, perplexity_job, score_job, tokens_job
 from llamapipe._engine.calls.submission import END, Pending, no_requests
@@ -270,7 +270,7 @@ class BlockingCalls(EngineParts):
             request = self._request_builder.stream(item, mailbox, BUFFER_TOKENS)
             observer = self._submission.observer
             if observer is not None:
-                stream.observed = observer.begin(observed([request], options.operation))
+                stream.observed = observer.begin(observed_request([request], options.operation))
             return request, mailbox
 
         submit = partial(self._submission.submit, block=options.block)
@@ -500,7 +500,7 @@ class BlockingCalls(EngineParts):
         sequence = self._unpack(snapshot, params)
         item = self._request_builder.item(sequence.tokens, params)
         mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-        request = self._request_builder.restored(item, mailbox, sequence)
+        request = self._request_builder.restored_generation(item, mailbox, sequence)
         generation = self._generation(request, mailbox)
         self._engine_thread.restore(request, sequence)
         return generation
@@ -525,7 +525,7 @@ class BlockingCalls(EngineParts):
         """
         self._engine_thread.check_open()
         options = call_options(timeout, True, operation="cache_prefix")
-        adapters = self._request_builder.chosen(adapter)
+        adapters = self._request_builder.select_adapters(adapter)
         item = self._request_builder.item(prompt, None)
         tokens = item.tokens
         if len(tokens) < MIN_PREFIX:
@@ -715,6 +715,6 @@ class BlockingCalls(EngineParts):
         progress: bool,
         adapter: AdapterChoice | None,
     ) -> T:
-        batches = job.batches(self._request_builder, self._request_builder.chosen(adapter))
+        batches = job.batches(self._request_builder, self._request_builder.select_adapters(adapter))
         bar = progress_bar(job.n_requests) if check_flag("progress", progress) else None
         return job.result(self._submission.collect(batches, options, bar))

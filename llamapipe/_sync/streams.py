@@ -80,13 +80,13 @@ class Stream(StreamReader, Closing):
             if self._request.state is State.FINISHED:
                 deadline = None  # all remaining deltas are in the mailbox
             elif perf_counter() >= deadline:  # even if the mailbox has deltas
-                raise self._expired()
+                raise self._timeout_error()
         try:
             item = self._mailbox.get(deadline)
         except Empty:
-            raise self._expired() from None
+            raise self._timeout_error() from None
         except BaseException as e:  # Ctrl-C or cancellation of the task during the wait
-            self.observed_end(e)
+            self.notify_end(e)
             self.cancel()
             raise
         return self._read(item)
@@ -106,7 +106,7 @@ class Stream(StreamReader, Closing):
             self._done = False
             self._submit(self._request, deadline=self._deadline)
         except BaseException as e:
-            self.observed_end(e)
+            self.notify_end(e)
             self.cancel()
             raise
 
@@ -225,7 +225,7 @@ class Generation(SequenceHandle, Closing):
         with self._alone:
             self._check_open()
             mailbox = ThreadMailbox(self._engine_thread.dispatcher)
-            child = self._forked_request(sampler_seed, mailbox)
+            child = self._fork_request(sampler_seed, mailbox)
             forked = Generation(self._engine_thread, child, mailbox, self._n_vocab, self._n_ctx, self._format)
             self._start_fork(forked)
             return forked

@@ -62,7 +62,7 @@ class BlockingSubmission(Submission):
                     # Requests that are cancelled at the deadline arrive within a step.
                     item = mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
-                    self._stop(pending, options.expired())
+                    self._stop(pending, options.expired_error())
                 except ExpiredError as expired:
                     self._stop(pending, expired)
                 else:

@@ -83,10 +83,10 @@ class LongWork:
         loop, share = running_loop(), tenant.get().share
         constraints = [] if _has_compiled.get() else _constraints(function, arguments)
         # Measuring the constraints may take long, too, so another thread measures them.
-        n, digest = await self.run(_measured, constraints) if constraints else (0, 0)
+        n, digest = await self.run(_measure, constraints) if constraints else (0, 0)
         place = Place(n * _S_PER_CHARACTER)
         key = (share, digest) if place.is_slow else None
-        if key is not None and not self._begun(share, key):
+        if key is not None and not self._begin_wait(share, key):
             place, key = Place(), None
         future: asyncio.Future[T] = loop.create_future()
         context = copy_context()
@@ -134,7 +134,7 @@ class LongWork:
             return result
         finally:
             if key is not None:
-                self._ended(share, key)
+                self._end_wait(share, key)
             if timer is not None:
                 timer.cancel()
             looks.n_waiting -= 1
@@ -142,7 +142,7 @@ class LongWork:
                 looks.stop()
                 del self._looks[loop]
 
-    def _begun(self, share: Hashable, key: Hashable) -> bool:
+    def _begin_wait(self, share: Hashable, key: Hashable) -> bool:
         """Count a long constraint as waiting; return False if it was compiled before. Raises QueueFullError."""
         with self._lock:
             if key in self._compiled:
@@ -156,8 +156,8 @@ class LongWork:
             waiting[key] += 1
             return True
 
-    def _ended(self, share: Hashable, key: Hashable) -> None:
-        """End the wait that ``_begun`` counted."""
+    def _end_wait(self, share: Hashable, key: Hashable) -> None:
+        """End the wait that ``_begin_wait`` counted."""
         with self._lock:
             waiting = self._compiling[share]
             waiting[key] -= 1
@@ -271,7 +271,7 @@ def _constraints(function: Callable[..., Any], arguments: tuple[Any, ...]) -> li
     return [constraint for constraint in constraints if constraint is not None]
 
 
-def _measured(constraints: list[Any]) -> tuple[int, int]:
+def _measure(constraints: list[Any]) -> tuple[int, int]:
     """Return the number of characters of constraints, and a hash that identifies slow ones (0 for others)."""
     n = _n_characters(constraints, _MOST, 0)
     return n, hash(repr(constraints)) if Place(n * _S_PER_CHARACTER).is_slow else 0

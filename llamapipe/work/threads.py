@@ -54,8 +54,8 @@ _Line = list[tuple[float, int, _Waiting]]  # a heap: by place in seconds, then i
 class Place:
     """The place of one sampler's next job among the jobs of its share, in seconds of processor time.
 
-    ``FairThreads.run`` moves the place up to that of the share; ``took`` adds the time of a job. ``is_slow``: the last
-    jobs took long. ``expected_s``: how long the next job may take, so that cheap jobs come first; 0: unknown.
+    ``FairThreads.run`` moves the place up to that of the share; ``add_time`` adds the time of a job. ``is_slow``:
+    the last jobs took long. ``expected_s``: how long the next job may take, so that cheap jobs come first; 0: unknown.
     """
 
     __slots__ = ("at_s", "expected_s", "is_slow")
@@ -65,7 +65,7 @@ class Place:
         self.expected_s = expected_s
         self.is_slow = expected_s > _SLOW_S
 
-    def took(self, seconds: float, together_s: float) -> None:
+    def add_time(self, seconds: float, together_s: float) -> None:
         """Add the processor time of a job; ``together_s`` includes the jobs that ran with it."""
         self.at_s += seconds
         self.is_slow = together_s > _LONG_S
@@ -228,7 +228,7 @@ class FairThreads:
             self._shares.move_to_end(name)
             return job, name
 
-    def done(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
+    def end_job(self, name: Hashable, thread: _Thread, size: int, is_slow: bool) -> bool:
         """Record the end of a job of the share ``name``. Return False if its thread must end. For the threads."""
         with self._lock:
             thread.began_s = None
@@ -319,7 +319,7 @@ class _Thread(threading.Thread):
             waiting, share = taken
             self._is_python = waiting.is_python
             waiting.job()
-            if not self._pool.done(share, self, waiting.size, waiting.is_slow):
+            if not self._pool.end_job(share, self, waiting.size, waiting.is_slow):
                 return
 
     def slow_down(self) -> None:

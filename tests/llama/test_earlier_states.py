@@ -12,7 +12,7 @@ import pytest
 from support.gguf_models import tiny_architecture
 
 import llamapipe as lp
-from llamapipe._engine.policy.speculation import undisturbed
+from llamapipe._engine.policy.speculation import limit_to_undoable
 from llamapipe.llama import Context, DecodeBatch
 
 BEGIN = [20 + i * 7 % 90 for i in range(12)]
@@ -51,7 +51,7 @@ def test_wrong_guesses_leave_nothing(tmp_path: Path, name: str) -> None:
 def test_guesses_of_several_sequences_leave_nothing(tmp_path: Path) -> None:
     """A step is planned so that llama.cpp moves no state whose earlier ones are still needed.
 
-    With any lengths it does: that is what ``undisturbed`` is for, and what this test would find without it.
+    With any lengths it does: that is what ``limit_to_undoable`` is for, and what this test would find without it.
     """
     path = tiny_architecture(tmp_path / "model.gguf", "qwen3.5-0.8b", type_name="f32")
     options: dict[str, Any] = {"n_ctx": 64, "n_seq_max": 4, "n_threads": 1, "type_k": "f32", "type_v": "f32"}
@@ -62,7 +62,7 @@ def test_guesses_of_several_sequences_leave_nothing(tmp_path: Path) -> None:
             is_planned = trial % 2 == 0
             slots = sorted(rng.sample(range(4), rng.choice([2, 3, 3, 4])))
             wanted = [rng.randrange(N_STATES + 1) for _ in slots]
-            n_guessed = undisturbed(slots, wanted) if is_planned else wanted
+            n_guessed = limit_to_undoable(slots, wanted) if is_planned else wanted
             n_kept = [1 + rng.randrange(n + 1) for n in n_guessed]
             with Context(model, **options, n_states=N_STATES) as context:
                 for slot in rng.sample(range(4), 4):  # states lie in the order in which sequences began

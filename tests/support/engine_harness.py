@@ -41,7 +41,7 @@ def piece(token: int) -> bytes:
 class AsItIs:
     """The form of a fake context's states."""
 
-    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
+    def to_stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
         return [state]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:

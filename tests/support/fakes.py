@@ -409,9 +409,9 @@ class FakeContext:
         return self.kept[key].to_bytes() if key in self.kept else None
 
     def copy_saved(self, key: int) -> FakeSaved | None:
-        return self.saved_of(self.kept[key].to_bytes()) if key in self.kept else None
+        return self.copy_to_native(self.kept[key].to_bytes()) if key in self.kept else None
 
-    def saved_of(self, state: bytes | bytearray | memoryview) -> FakeSaved:
+    def copy_to_native(self, state: bytes | bytearray | memoryview) -> FakeSaved:
         cells = array("i", bytes(state)).tolist()
         self.saved.append(FakeSaved(cells, max(len(cells) - self.window, 0) if self.window else 0))
         return self.saved[-1]

@@ -38,7 +38,7 @@ class CallOptions:
     names_prompts: bool = False
     operation: str = "text_completion"
 
-    def expired(self) -> ExpiredError:
+    def expired_error(self) -> ExpiredError:
         """Return the error for a call whose deadline has passed."""
         return ExpiredError(f"not finished within the timeout of {self.timeout} s; the rest was cancelled")
 
@@ -49,7 +49,7 @@ class CallOptions:
     def _check(self) -> None:
         is_over = self.deadline is not None and perf_counter() >= self.deadline
         if is_over and self.on_timeout == "raise":
-            raise self.expired()
+            raise self.expired_error()
 
 
 def call_options(

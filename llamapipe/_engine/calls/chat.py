@@ -178,7 +178,7 @@ class ChatBuilder:
             part = continued_part(last, options.continue_last)
             is_limited = bool(active) or params.json_schema is not None
             tail = chat_format.continued_tail(tail, messages, is_limited, part)
-        constrained, active = self._constrained(chat_format, params, active, tool_choice, parallel, tail)
+        constrained, active = self._constrain(chat_format, params, active, tool_choice, parallel, tail)
         reasoning = None
         if params.reasoning_budget is not None:
             reasoning = chat_format.limited_reasoning(tail)
@@ -246,7 +246,7 @@ class ChatBuilder:
         openai_tools = [tool.as_openai() for tool in tools] or None
         n_ctx, room = self._request_builder.n_ctx, self._request_builder.room(params)
         may_drop = options.truncation == "auto"
-        messages, media_mark, media, places = self._taken_media(messages, may_drop, params.cache_salt)
+        messages, media_mark, media, places = self._take_media(messages, may_drop, params.cache_salt)
         tokenize: Callable[..., list[int]] = partial(
             self._model.chat_prompts.tokenize,
             tools=openai_tools,
@@ -287,11 +287,11 @@ class ChatBuilder:
 
     def n_tokens(self, messages: Conversation, template_args: Mapping[str, Any]) -> int:
         """Count the tokens of a conversation's prompt, whether or not they fit. Raises as ``item`` does."""
-        messages, mark, media, _ = self._taken_media(_of_user(messages), True, None)
+        messages, mark, media, _ = self._take_media(_of_user(messages), True, None)
         tokens = self._model.chat_prompts.tokenize(messages, None, True, template_args, media_mark=mark)
         return len(in_prompt(tokens, media)[0]) if media else len(tokens)
 
-    def _taken_media(
+    def _take_media(
         self, messages: Any, may_drop: bool, salt: str | None
     ) -> tuple[Any, str, list[Media], list[str]]:
         """Return the messages with a mark in place of each image and sound, the mark, the prepared media and places.
@@ -356,7 +356,7 @@ class ChatBuilder:
         """Return the format in which the model's template writes tool calls and reasoning with these arguments."""
         return self._model.chat_prompts.chat_format(template_args)
 
-    def _constrained(
+    def _constrain(
         self,
         chat_format: ChatFormat,
         params: SamplingParams,

@@ -72,7 +72,7 @@ class _Observed:
         return max(ends) if len(ends) == len(self._sinks) else None
 
 
-def observed(requests: Sequence[Request], operation: str) -> ObservedRequest:
+def observed_request(requests: Sequence[Request], operation: str) -> ObservedRequest:
     """Return the requests of one prompt as an observer sees them. Call it before the requests are submitted."""
     return _Observed(requests, operation)
 

@@ -103,7 +103,7 @@ class RequestBuilder:
     def check_params(self, params: SamplingParams) -> None:
         """Check params against the vocabulary and compile their constraint. Raises the errors of ``item``."""
         self.adapters(params)
-        self._compiled(params)
+        self._compile(params)
 
     @property
     def named_adapters(self) -> tuple[AnyAdapter, ...]:
@@ -119,13 +119,13 @@ class RequestBuilder:
             return None
         return self._model.adapters.choose(params.adapter, self._allowed)
 
-    def chosen(self, adapter: AdapterChoice | None) -> AdapterSet | None:
+    def select_adapters(self, adapter: AdapterChoice | None) -> AdapterSet | None:
         """Return the adapters that a call's option selects. Raises TypeError, ValueError, InvalidRequestError."""
         if adapter is None:
             return None
         return self._model.adapters.choose(check_choice_of_adapter(adapter), self._allowed)
 
-    def _compiled(
+    def _compile(
         self, params: SamplingParams, reasoning: LimitedReasoning | None = None
     ) -> tuple[SamplerFactory, GrammarBudget | None]:
         """Return the factory for params, and the time left for their constraint (None: no constraint).
@@ -235,7 +235,7 @@ class RequestBuilder:
                 "reasoning_budget limits the reasoning of chats, and a plain prompt has no markers of it: use "
                 "engine.chat or stream_chat, or leave reasoning_budget out"
             )
-        factory, budget = self._compiled(params, reasoning)
+        factory, budget = self._compile(params, reasoning)
         return CheckedPrompt(tokens, factory, vocab.piece, tuple(params.stop or ()), adapters, budget, spans)
 
     def room(self, params: SamplingParams) -> int:
@@ -356,7 +356,7 @@ class RequestBuilder:
         spec = self._spec(item, 0, sink, resumable=True)
         return Request(item.tokens, spec)
 
-    def restored(self, item: CheckedPrompt, mailbox: Mailbox, snapshot: Snapshot) -> Request:
+    def restored_generation(self, item: CheckedPrompt, mailbox: Mailbox, snapshot: Snapshot) -> Request:
         """Make a request as ``generation`` does, for the sequence of a snapshot."""
         self._check_single(item)
         n_prompt = snapshot.n_prompt

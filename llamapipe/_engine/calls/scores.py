@@ -85,7 +85,7 @@ class ScoreJob(Generic[T]):
         self._requests.clear()
         for members in groups.values():
             request_builder.check_scores(self._pairs[members[0]][0], [self._pairs[i][1] for i in members])
-            self._requests += self._divided(members, request_builder.n_sharing)
+            self._requests += self._divide(members, request_builder.n_sharing)
         jobs = list(enumerate(self._requests))
 
         def make(portion: Sequence[tuple[int, list[int]]], mailbox: Mailbox) -> Groups:
@@ -105,7 +105,7 @@ class ScoreJob(Generic[T]):
 
         return (partial(make, jobs[i : i + PORTION]) for i in range(0, len(jobs), PORTION))
 
-    def _divided(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
+    def _divide(self, members: Sequence[int], n_sharing: int) -> Iterator[list[int]]:
         """Divide the pairs of one context among requests; yield the indices of each request's pairs.
 
         The first request has all continuations of a single token: the context's last row scores any number of them.
@@ -253,12 +253,14 @@ def _pairs(model: Model, prompt: Prompt, continuations: Sequence[Prompt]) -> lis
     for i, continuation in enumerate(continuations):
         if i in wholes:
             pairs.append(
-                _checked(model, wholes[i][:n_context], wholes[i][n_context:] if continuation else [])
+                _check_pair(model, wholes[i][:n_context], wholes[i][n_context:] if continuation else [])
             )
         elif isinstance(continuation, str):
-            pairs.append(_checked(model, context, model.tokenize(continuation, add_special=False)))
+            pairs.append(_check_pair(model, context, model.tokenize(continuation, add_special=False)))
         else:
-            pairs.append(_checked(model, context, check_tokens("continuation", continuation, model.n_vocab)))
+            pairs.append(
+                _check_pair(model, context, check_tokens("continuation", continuation, model.n_vocab))
+            )
     return pairs
 
 
@@ -286,7 +288,7 @@ def _warn_once(end: str, text: str) -> None:
     )
 
 
-def _checked(model: Model, context: list[int], rest: list[int]) -> Pair:
+def _check_pair(model: Model, context: list[int], rest: list[int]) -> Pair:
     if not rest:
         raise InvalidRequestError(
             "the continuation adds no token to the prompt, so there is nothing to score; pass at least one token"

@@ -27,7 +27,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llamapipe._engine.calls.call_options import CallOptions, ExpiredError
-from llamapipe._engine.calls.observed import observed
+from llamapipe._engine.calls.observed import observed_request
 from llamapipe._engine.calls.prompts import PORTION, Groups, RequestFactory, with_prompt_index
 from llamapipe._engine.calls.queue_limit import QueueLimit
 from llamapipe._engine.policy.core import Request
@@ -91,7 +91,9 @@ class Pending(Generic[T]):
         for index, requests in groups.items():
             self.unsubmitted += requests
             if self._observer is not None:
-                self.observed[index] = self._observer.begin(observed(requests, self.options.operation))
+                self.observed[index] = self._observer.begin(
+                    observed_request(requests, self.options.operation)
+                )
 
     @property
     def requests(self) -> list[Request]:
@@ -318,7 +320,7 @@ class Submission:
                     # Requests that are cancelled at the deadline arrive within a step.
                     item = await mailbox.get(None if pending.timed_out else options.deadline)
                 except Empty:
-                    self._stop(pending, options.expired())
+                    self._stop(pending, options.expired_error())
                 except ExpiredError as expired:
                     self._stop(pending, expired)
                 else:
@@ -363,7 +365,7 @@ class Submission:
                         continue
                     item = mailbox.get(options.deadline)
                 except Empty:
-                    raise options.expired() from None
+                    raise options.expired_error() from None
                 yield self._read(item, pending)
         finally:
             self._end(pending)
@@ -386,7 +388,7 @@ class Submission:
                 try:
                     item = await mailbox.get(pending.options.deadline)
                 except Empty:
-                    raise pending.options.expired() from None
+                    raise pending.options.expired_error() from None
                 if item is submitting:
                     submitting.result()  # raises what the submission raised
                     continue

@@ -743,8 +743,8 @@ class KvCache:
 
     def holder(self, tokens: Sequence[int], cache_key: Hashable) -> Unused | None:
         """Return the unused cells, or the state, with the most of these tokens; None if none has more than half."""
-        if (cells := self._unused(tokens, cache_key)) is not None:
-            return self._described(cells)
+        if (cells := self._unused_cells(tokens, cache_key)) is not None:
+            return self._describe(cells)
         if not self._has_cells:
             for n, state in self._state_tree.prefixes(tokens, len(tokens), cache_key):
                 if 2 * n <= len(tokens):
@@ -752,7 +752,7 @@ class KvCache:
                 return Unused(-1, -1, [*tokens[:n]], cache_key, [(n, state.key)])
         return None
 
-    def _unused(self, tokens: Sequence[int], cache_key: Hashable) -> Cells | None:
+    def _unused_cells(self, tokens: Sequence[int], cache_key: Hashable) -> Cells | None:
         for n, cells in self._tree.find(tokens, len(tokens), cache_key):
             if cells.request is None and 2 * n > len(tokens):
                 return cells
@@ -765,7 +765,7 @@ class KvCache:
         This is a hint: the cells are still evicted when no others are left. In host memory they count as just used.
         """
         self.release(name, is_done=False)
-        cells = self._unused(tokens, cache_key)
+        cells = self._unused_cells(tokens, cache_key)
         if cells is not None:
             self._held[name] = cells
             cells.is_held = True
@@ -806,7 +806,7 @@ class KvCache:
             n_shared, others = self._tree.sharing(cells, cells.n)
             if not any(other in offered and min(other.n, n_shared) >= cells.n for other in others):
                 offered.add(cells)
-                unused = self._described(cells)
+                unused = self._describe(cells)
                 if not has_media(unused.tokens):
                     yield unused
         # Without cells, a state is all that its tokens need.
@@ -934,12 +934,12 @@ class KvCache:
     def _forget(self, key: int, spills: bool = False) -> None:
         cells, evicted = self._saved.pop(key), None
         if spills and self._spills and self._is_worth_saving(cells):
-            evicted = self._described(cells)
+            evicted = self._describe(cells)
         self._tree.remove(cells)
         self._store.drop(key)
         self.memory_ops.append(Forget(key, evicted))
 
-    def _described(self, cells: Cells) -> Unused:
+    def _describe(self, cells: Cells) -> Unused:
         tokens, cache_key = self._tree.tokens_of(cells)[: cells.n], self._tree.key_of(cells)
         states = self.states_of(tokens, cache_key)
         return Unused(cells.slot, cells.key, tokens, cache_key, states, cells.is_stale)

@@ -363,7 +363,7 @@ class BatchBuilder:
         if others_wait:
             step_room = min(step_room, self._n_beside(running))
         budget = min(step_room, self.n_ubatch - self._n_waited) if running.decoding else step_room
-        n_reserved = _reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
+        n_reserved = _n_reserved(running.prefilling, budget) if len(running.prefilling) > 1 else 0
         n_rows = self._n_score_rows
         if running.decoding or others_wait:
             n_rows = min(n_rows, self.budget.n_rows())
@@ -392,7 +392,7 @@ class BatchBuilder:
             n = min(n_uncomputed, budget if chunks else budget - n_reserved)
             scored, targets = range(0), request.logprob_targets
             if targets is not None:
-                n, scored = _scored(targets, first, n, n_rows)
+                n, scored = _scored_part(targets, first, n, n_rows)
                 if n <= 0:
                     continue
             budget -= n
@@ -433,7 +433,7 @@ def _add(plan: BatchPlan, chunk: Chunk) -> None:
         plan.requests.append(request)
 
 
-def _reserved(prefilling: Sequence[Request], budget: int) -> int:
+def _n_reserved(prefilling: Sequence[Request], budget: int) -> int:
     """Return how many tokens a long first prompt leaves to short prompts after it: at most half of the budget."""
     n_reserved = 0
     if prefilling[0].n_uncomputed > budget:
@@ -443,7 +443,7 @@ def _reserved(prefilling: Sequence[Request], budget: int) -> int:
     return n_reserved
 
 
-def _scored(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:
+def _scored_part(targets: LogprobTargets, first: int, n: int, n_rows: int) -> tuple[int, range]:
     """Return how many of the ``n`` tokens from ``first`` onward to schedule, and the positions whose rows are wanted.
 
     At most ``n_rows`` positions are returned, so fewer than ``n`` tokens may be scheduled.

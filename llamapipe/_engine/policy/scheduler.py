@@ -46,7 +46,7 @@ from llamapipe._engine.policy.overflow import Overflow
 from llamapipe._engine.policy.planner import BatchBuilder
 from llamapipe._engine.policy.queues import Carries, Running, Waiting
 from llamapipe._engine.policy.scoring import LogprobTargets
-from llamapipe._engine.policy.speculation import MOST_COPIES, Gate, Guess, undisturbed
+from llamapipe._engine.policy.speculation import MOST_COPIES, Gate, Guess, limit_to_undoable
 from llamapipe._engine.policy.turns import SetTurns
 from llamapipe.errors import NoToken
 
@@ -315,7 +315,7 @@ class Scheduler:
         self._waiting.release(request)
         self.n_preempted += 1
         if paused or request.is_drawing:
-            # It waits for `resume` or `drawn`: a slow reader must not keep other requests out of its slot.
+            # It waits for `resume` or `accept_drawn`: a slow reader must not keep other requests out of its slot.
             self._waiting.paused.add(request)
         else:
             self._waiting.add_ready(request)
@@ -468,7 +468,9 @@ class Scheduler:
                 chosen[request] = tokens[:n_allowed]
                 request.is_drafted = request.slot in gate.drafted
         if gate.keeps_states and chosen:
-            lengths = undisturbed([r.slot for r in decoding], [len(chosen.get(r, ())) for r in decoding])
+            lengths = limit_to_undoable(
+                [r.slot for r in decoding], [len(chosen.get(r, ())) for r in decoding]
+            )
             chosen = {r: chosen[r][:n] for r, n in zip(decoding, lengths, strict=True) if n}
         if gate.has_window and chosen:
             shortest = min(map(len, chosen.values()))
@@ -575,7 +577,7 @@ class Scheduler:
             self._running.add(request)
         return taken
 
-    def drawn(self, request: Request, token: int) -> None:
+    def accept_drawn(self, request: Request, token: int) -> None:
         """Record a token (or a NoToken) that was drawn after its step, for a request that ``is_drawing``."""
         request.is_drawing = False
         if token == NoToken.SETTLED:
@@ -629,7 +631,7 @@ class Scheduler:
             self.fail(request, request.sampling_error(code))
 
     def _draw_later(self, request: Request) -> None:
-        """Leave a request out of the steps until ``drawn`` is called."""
+        """Leave a request out of the steps until ``accept_drawn`` is called."""
         request.is_drawing = True
         if request.state is State.RUNNING and request not in self._running.drawing:
             self._running.take(request)

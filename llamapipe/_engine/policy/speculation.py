@@ -205,7 +205,7 @@ class StepTimes:
         return seconds[last] + slope * (n - last)
 
 
-def undisturbed(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
+def limit_to_undoable(slots: Sequence[int], n_guessed: Sequence[int]) -> list[int]:
     """Return how many guessed tokens each request may have in a step, if kept states undo wrong guesses.
 
     llama.cpp computes rows of several sequences together only if the sequences have equally many rows and consecutive
@@ -260,7 +260,7 @@ class _Choice(NamedTuple):
             g.request: self.chosen[g.request] for g in self.guesses if g.is_draft and g.request in self.chosen
         }
 
-    def attempted(self) -> _Choice:
+    def with_attempt(self) -> _Choice:
         """Return this choice with the numbers of ``attempt``."""
         return self._replace(chosen=self.attempt)
 
@@ -273,7 +273,7 @@ class Gate:
     tokens of drafts. ``no_guesses``: why ``n_most`` is 0. ``has_window``: wrong guesses must be removed before another
     ubatch reuses the cells that fell out of the window because of them. So all guesses of a step have equally many
     tokens, which makes them one ubatch, and none is made while another step may be in flight. ``keeps_states``: kept
-    states undo wrong guesses (see ``undisturbed``). ``copies_states``: copies of the earlier states undo them.
+    states undo wrong guesses (see ``limit_to_undoable``). ``copies_states``: copies of the earlier states undo them.
     ``n_longest``: maximum guessed tokens of a request.
 
     Drafts have a credit, in times of a step without guesses. A draft and its rows spend credit. Each right token earns
@@ -361,7 +361,7 @@ class Gate:
         if has_drafts and not best.drafts:
             self._n_without += 1
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            attempt = choices[-1].attempted()
+            attempt = choices[-1].with_attempt()
             if self._n_without >= self._retry and self._affords(plain_s, attempt.drafts):
                 best = attempt
                 is_attempt = True
@@ -372,9 +372,9 @@ class Gate:
             self._n_refused += 1
             if self._n_refused < _RETRY or has_drafts:
                 return {}
-            best = best.attempted()
+            best = best.with_attempt()
         self._n_refused = 0
-        return self._made(n_decoding, best, is_attempt)
+        return self._make_guesses(n_decoding, best, is_attempt)
 
     def _affords(self, plain_s: float, drafts: Mapping[Request, int]) -> bool:
         """Return whether the credit pays for drafts that are only tried, including their whole prompts."""
@@ -412,7 +412,7 @@ class Gate:
                 break
         return _Choice(guesses, best, best_speed, attempt, attempt_speed, row_s)
 
-    def _made(self, n_decoding: int, best: _Choice, is_attempt: bool) -> dict[Request, Sequence[int]]:
+    def _make_guesses(self, n_decoding: int, best: _Choice, is_attempt: bool) -> dict[Request, Sequence[int]]:
         """Return the tokens of the chosen guesses by request. This makes the tokens of drafts."""
         drafting = best.drafts
         self.drafted = {request.slot for request in drafting}

@@ -102,7 +102,7 @@ class BackgroundDraws:
                 drawn[i] = token
                 sampler = samplers[i]
                 if token >= 0 and isinstance(sampler, BackgroundSampler):
-                    sampler.took(token)
+                    sampler.accept_drawn(token)
         if pending:
             patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
             self._wait(pending, drawn, patience_s, guessed)

@@ -145,7 +145,7 @@ class BackgroundSampler:
                         self._fail(e)
                     took_s = thread_time() - began_s
                     spent_s += took_s
-                    self._place.took(took_s, spent_s)
+                    self._place.add_time(took_s, spent_s)
                     if self._budget is not None:
                         self._budget.spent_s += took_s
                         self.error = self.error or self._budget.error()
@@ -224,7 +224,7 @@ class BackgroundSampler:
         assert self._chain is not None and self._chain.guide is not None
         return bool(int(self._chain.guide.mask()[token >> 5]) >> (token & 31) & 1)
 
-    def took(self, *tokens: int) -> None:
+    def accept_drawn(self, *tokens: int) -> None:
         """Record that these tokens were drawn from native rows, and begin to compute the next mask."""
         self._expected.stopped = True
         self._has_looked = False
@@ -266,7 +266,7 @@ class BackgroundSampler:
             n_right = len(tokens) - 1
             self._forced_share += 0.1 * (n_right / (len(rows) - 1) - self._forced_share)
         if tokens[-1] >= 0:
-            self.took(*tokens)
+            self.accept_drawn(*tokens)
         else:
             self._add(*(partial(self._accept, token) for token in tokens[:-1]))
         return tokens
@@ -414,12 +414,12 @@ class BackgroundSampler:
                     with suppress(SystemExit):  # the interpreter exits, so nothing is compiled any more
                         self._forced = chain.guide.forced(MOST_GUESSED)
                 if not self._forced and (chain.guide is not None or chain.has_grammar):
-                    self._guessed = self._allowed(chain, *chain.guess(MOST_GUESSED))
+                    self._guessed = self._allowed_start(chain, *chain.guess(MOST_GUESSED))
             except DecodeError as e:
                 self.error = e
         self._has_looked = True
 
-    def _allowed(
+    def _allowed_start(
         self, chain: SamplerChain, tokens: Sequence[int], share: float
     ) -> tuple[Sequence[int], float]:
         """Return the first tokens of a guess that the constraint allows. The budget does not pay for this."""

@@ -41,11 +41,11 @@ from llamapipe.cache_file import (
     PARTIAL,
     SUFFIX,
     Head,
+    create_locked,
     hashes_of,
     is_writable,
-    locked,
     name_of,
-    opened,
+    open_private,
     packed_head,
     read_head,
     remove_if_dead,
@@ -396,7 +396,7 @@ class DiskCache:
             return None
         partial = self.folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}"
         try:
-            with open(locked(partial), "wb") as file:
+            with open(create_locked(partial), "wb") as file:
                 if hasattr(os, "posix_fallocate"):  # a full disk shows before anything is written
                     os.posix_fallocate(file.fileno(), 0, n_bytes)
                 file.writelines(parts)
@@ -495,7 +495,7 @@ class DiskCache:
                 self._drop(self._entries[name])
             new = names - self._entries.keys()
         for name in new:
-            with suppress(OSError, ValueError), opened(self.folder / name) as file:
+            with suppress(OSError, ValueError), open_private(self.folder / name) as file:
                 head, _ = read_head(file)
                 entry = Entry(name, head)
                 with self._lock:
@@ -537,7 +537,7 @@ def write_sequence(path: Path, sequence: CachedSequence, layout: SnapshotFormat)
 
 def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSequence:
     """Return the sequence in a file. Raises OSError, MemoryError; ValueError if the file is damaged or does not fit."""
-    with opened(path) as file:
+    with open_private(path) as file:
         sequence = _read(file, layout, n_vocab)
         with suppress(OSError):  # the disk is read-only, and deletes nothing
             os.utime(file.fileno())

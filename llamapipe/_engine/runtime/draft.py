@@ -231,7 +231,7 @@ class DraftModel:
         return seconds + self._of(n_first) + self._rest.of(1)
 
     def _of(self, n: int) -> float:
-        return self.times.of(_rounded(n))
+        return self.times.of(_round_up(n))
 
     # ---- drafting
     def draft(self, chosen: Mapping[Request, int], worth: Worth = EVERY) -> dict[Request, Sequence[int]]:
@@ -350,7 +350,7 @@ class DraftModel:
         self._ends = dict(ends)
         rows = [(request, *self._context.best(i)) for request, i in ends]
         now_s = perf_counter()
-        self.times.observe(_rounded(len(batch.tokens)), now_s - self._since_s)
+        self.times.observe(_round_up(len(batch.tokens)), now_s - self._since_s)
         self._since_s = now_s
         return rows
 
@@ -577,10 +577,10 @@ class DFlashDraft(MtpLayer):
             if n_missing > n + 1:
                 n_left = min(request.max_tokens - request.n_generated, _LONGEST)
                 share = 1.0 if whole else min((n + 1) / max(n_left, 1), 1.0)
-                seconds += self._injections.of(_rounded(n_missing)) * share
+                seconds += self._injections.of(_round_up(n_missing)) * share
         groups = self._groups(chosen, chosen)
         n_entries = [sum(self._blocks.n_entries(chosen[request]) for request in group) for group in groups]
-        return seconds + self._injections.of(_rounded(n_new)) + sum(map(self._of, n_entries))
+        return seconds + self._injections.of(_round_up(n_new)) + sum(map(self._of, n_entries))
 
     def _draft(self, chosen: Mapping[Request, int], worth: Worth) -> dict[Request, Sequence[int]]:
         drafts = _Drafts(chosen, worth)
@@ -648,11 +648,11 @@ class DFlashDraft(MtpLayer):
     def _note(self, times: StepTimes, n: int) -> None:
         """Record the time of a decode of ``n`` entries, which began when the previous decode ended."""
         now_s = perf_counter()
-        times.observe(_rounded(n), now_s - self._since_s)
+        times.observe(_round_up(n), now_s - self._since_s)
         self._since_s = now_s
 
 
-def _rounded(n: int) -> int:
+def _round_up(n: int) -> int:
     return n if n <= _ROUNDED else -(-n // _ROUNDED) * _ROUNDED
 
 

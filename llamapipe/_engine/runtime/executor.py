@@ -95,7 +95,7 @@ class Executor(Protocol):
     def copy_saved(self, key: int) -> Saved | None:
         """Copy as ``read_saved`` does, into native memory that the caller frees."""
 
-    def saved_of(self, state: Bytes) -> Saved | None:
+    def copy_to_native(self, state: Bytes) -> Saved | None:
         """Copy a state's bytes into native memory; return None if no memory is left."""
 
     def keep_saved(self, key: int, cells: Saved) -> None:
@@ -463,9 +463,9 @@ class StepExecutor:
         cells = self._saved.get(key)
         if cells is None:
             return None
-        return self.saved_of(cells.view())
+        return self.copy_to_native(cells.view())
 
-    def saved_of(self, state: Bytes) -> SavedCells | None:
+    def copy_to_native(self, state: Bytes) -> SavedCells | None:
         try:
             return SavedCells.of_bytes(state)
         except MemoryError:

@@ -272,7 +272,7 @@ class EngineLoop:
                 request.logprobs.append(request.sampler.logprobs(-1))
             self._n_generated += token >= 0
             self._scheduler.can_guess = self._scheduler.can_guess or request.spec.speculates
-            self._scheduler.drawn(request, token)
+            self._scheduler.accept_drawn(request, token)
             if token == NoToken.SETTLED:  # its last token is delivered already
                 self._deliver_end(request)
             else:
@@ -339,10 +339,10 @@ class EngineLoop:
     def _take_in_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         tokens = request.cell_keys()
         n_tokens = snapshot.n_cells or len(tokens)
-        cells = self._executor.saved_of(snapshot.state) if snapshot.state else None
+        cells = self._executor.copy_to_native(snapshot.state) if snapshot.state else None
         if snapshot.n_cells and cells is None:
             return
-        copies = [(n, self._executor.saved_of(state)) for n, state in snapshot.states if n <= n_tokens]
+        copies = [(n, self._executor.copy_to_native(state)) for n, state in snapshot.states if n <= n_tokens]
         states = [(n, state) for n, state in copies if state is not None]
         cache_key = request.spec.cache_key
         self._take_in(
@@ -382,7 +382,7 @@ class EngineLoop:
                 CachedSequence(evicted.tokens, evicted.cache_key, None, [(len(evicted.tokens), cells)])
             )
         else:
-            states = self._copied_states(evicted)
+            states = self._copy_states(evicted)
             disk.write(CachedSequence(evicted.tokens, evicted.cache_key, cells, states, evicted.is_stale))
         return True
 
@@ -401,7 +401,7 @@ class EngineLoop:
         holder = self._scheduler.cache.holder(tokens, cache_key) if tokens else None
         if holder is None or has_media(holder.tokens):
             return None
-        return self._copied(holder)
+        return self._copy_cells(holder)
 
     def take_in_conversation(self, key: Hashable, sequence: CachedSequence) -> None:
         """Cache and remember a conversation's cells from elsewhere, if there is room."""
@@ -427,19 +427,19 @@ class EngineLoop:
         """End ``hold_conversation``; see ``KvCache.release``."""
         self._scheduler.cache.release(key, is_done)
 
-    def _copied(self, unused: Unused) -> CachedSequence | None:
+    def _copy_cells(self, unused: Unused) -> CachedSequence | None:
         """Return a copy of cells and their states; None if copying failed."""
         cells = None
         if unused.slot >= 0:
             cells = self._executor.copy_cells(unused.slot)
         elif unused.key >= 0:
             cells = self._executor.copy_saved(unused.key)
-        states = self._copied_states(unused)
+        states = self._copy_states(unused)
         if cells is None and not states:
             return None
         return CachedSequence(unused.tokens, unused.cache_key, cells, states, unused.is_stale)
 
-    def _copied_states(self, unused: Unused) -> list[tuple[int, Saved]]:
+    def _copy_states(self, unused: Unused) -> list[tuple[int, Saved]]:
         states = [(n, self._executor.copy_saved(key)) for n, key in unused.states[-_MOST_STATES:]]
         return [(n, state) for n, state in states if state is not None]
 
@@ -454,7 +454,7 @@ class EngineLoop:
                 return False
             if not disk.wants(unused.tokens, unused.cache_key, at_end=deadline is not None):
                 continue
-            copy = self._copied(unused)
+            copy = self._copy_cells(unused)
             if copy is None:
                 continue
             disk.write(copy)

@@ -149,7 +149,7 @@ class SamplerFactory:
         """
         spec = request.spec
         text = request.text_tokens.copy() if spec.speculates else None
-        build = partial(self._build, spec.seed, *self._accepted(request), text)
+        build = partial(self._build, spec.seed, *self._accepted_tokens(request), text)
         if not self.is_slow:
             return build()
         budget = spec.grammar_budget if self.is_constrained else None
@@ -159,7 +159,7 @@ class SamplerFactory:
 
     def rebuild(self, sampler: Sampler, request: Request) -> None:
         """Reset a sampler to its request's changed sequence. For the engine thread."""
-        change = partial(_reset, accepted=partial(self._accept, *self._accepted(request)))
+        change = partial(_reset, accepted=partial(self._accept, *self._accepted_tokens(request)))
         if isinstance(sampler, BackgroundSampler):
             sampler.rebuild(change)
         elif isinstance(sampler, SamplerChain):
@@ -178,7 +178,7 @@ class SamplerFactory:
         tokens: Sequence[int],
         text: Sequence[int] | None,
     ) -> SamplerChain:
-        """Build a chain that has accepted a sequence; see ``_accepted``.
+        """Build a chain that has accepted a sequence; see ``_accepted_tokens``.
 
         ``text``: the tokens from which the chain guesses the next ones; None for no guesses.
         """
@@ -198,7 +198,7 @@ class SamplerFactory:
             raise
         return chain
 
-    def _accepted(self, request: Request) -> tuple[list[int], list[int], list[int]]:
+    def _accepted_tokens(self, request: Request) -> tuple[list[int], list[int], list[int]]:
         """Return the tokens for penalties, for a constraint or a reasoning limit, and for logits processors.
 
         These are copies, because other threads may read them.

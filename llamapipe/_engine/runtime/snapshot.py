@@ -73,8 +73,8 @@ def parts_of(snapshot: Snapshot, layout: SnapshotFormat) -> list[Bytes]:
     states: list[tuple[int, list[Bytes]]] = []
     if layout.states is not None:
         try:
-            state = layout.states.stored(snapshot.state, n_cells) if n_cells else []
-            states = [(n, layout.states.stored(data, n, True)) for n, data in snapshot.states]
+            state = layout.states.to_stored(snapshot.state, n_cells) if n_cells else []
+            states = [(n, layout.states.to_stored(data, n, True)) for n, data in snapshot.states]
         except StateError:  # unlike the empty states: only the tokens are stored
             state, states = [], []
     head = _HEADER.pack(

@@ -101,22 +101,22 @@ class StateLayout:
             return None
         return cls(n_streams, n_caches, n_windows, rows, has_values, has_grid)
 
-    def stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
+    def to_stored(self, state: Bytes, n: int, only_state: bool = False) -> list[Bytes]:
         """Return the parts of a context's state of ``n`` tokens in stored form.
 
         ``only_state``: the state is a partial one. Raises StateError for another layout.
         """
-        return self._rewritten(state, n, only_state, self.n_streams, 1)[0]
+        return self._rewrite(state, n, only_state, self.n_streams, 1)[0]
 
     def loadable(self, stored: Bytes, n: int, only_state: bool = False) -> tuple[bytes, bool]:
         """Return a stored state of ``n`` tokens in this context's layout, and whether its cells end there.
 
         If they do not, only the cells can be used, with another state. Raises StateError for another layout.
         """
-        parts, is_last = self._rewritten(stored, n, only_state, 1, self.n_streams)
+        parts, is_last = self._rewrite(stored, n, only_state, 1, self.n_streams)
         return b"".join(parts), is_last
 
-    def _rewritten(
+    def _rewrite(
         self, state: Bytes, n: int, only_state: bool, n_streams: int, n_wanted: int
     ) -> tuple[list[Bytes], bool]:
         reader = _Reader(state)

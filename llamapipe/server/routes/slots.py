@@ -27,7 +27,7 @@ import msgspec
 from starlette.responses import Response
 
 from llamapipe._messages import listed, quoted
-from llamapipe.cache_file import opened
+from llamapipe.cache_file import open_private
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent
@@ -132,7 +132,7 @@ def _open(path: Path) -> tuple[FileIO, ExitStack]:
     """Open a file. Returns the file and an exit stack that closes it."""
     stack = ExitStack()
     try:
-        return stack.enter_context(opened(path)), stack
+        return stack.enter_context(open_private(path)), stack
     except ValueError as error:
         raise InvalidRequestError(f"{quoted(path.name)}: {error}") from error
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from glob import escape
 from pathlib import Path
 
-from llamapipe.cache_file import locked, remove_if_dead
+from llamapipe.cache_file import create_locked, remove_if_dead
 
 
 class Presence:
@@ -32,7 +32,7 @@ class Presence:
         for old in self._path.parent.glob(f"{escape(self._path.name)}-at-*"):
             remove_if_dead(old)
         name = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._lock = locked(self._file(name))
+        self._lock = create_locked(self._file(name))
         self.name = name
 
     def sign_out(self) -> None:

@@ -108,7 +108,7 @@ def test_many_tools_have_a_grammar(engine: lp.Engine) -> None:
     names = {f"option_{i}": {"type": "string", "description": "What it means. " * 20} for i in range(9)}
     tools = [function(f"tool_{i}", {"type": "object", "properties": names}) for i in range(60)]
     tools.append(function("bad", {"type": "object", "properties": {"city": {"type": "string"}}}))
-    constrained, _ = engine._chat_builder._constrained(
+    constrained, _ = engine._chat_builder._constrain(
         engine._chat_builder.chat_format(), GREEDY, check_tools(tools), "auto", True, ""
     )
     assert constrained.lark is not None and len(constrained.lark) < 80_000

@@ -714,7 +714,7 @@ def test_a_file_that_is_taken_for_a_dead_one_is_made_again(
         lock(descriptor, wait)
 
     monkeypatch.setattr(files, "lock", late)
-    descriptor = cache_file.locked(path)
+    descriptor = cache_file.create_locked(path)
     cache_file.remove_if_dead(path)
     assert path.stat().st_ino == os.fstat(descriptor).st_ino
     os.close(descriptor)
@@ -777,7 +777,7 @@ def test_a_read_that_fails_harms_no_other(
     for error in (MemoryError(), OSError(24, "Too many open files"), SystemError("a defect")):
         with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(disk_cache, "opened" if isinstance(error, OSError) else "unpack", fails)
+                patch.setattr(disk_cache, "open_private" if isinstance(error, OSError) else "unpack", fails)
                 assert ask(engine, prompt(0)).n_cached_tokens == 0
             assert ask(engine, prompt(1)).n_cached_tokens == 149
         assert len(files_of(tmp_path)) == 2

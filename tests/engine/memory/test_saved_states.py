@@ -269,6 +269,6 @@ class TestForged:
 
 def snapshot_in(path: Path) -> bytes:
     """The snapshot in a file of the prefix cache."""
-    with cache_file.opened(path) as file:
+    with cache_file.open_private(path) as file:
         cache_file.read_head(file)
         return file.readall()

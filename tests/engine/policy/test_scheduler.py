@@ -948,7 +948,7 @@ class TestPreemption:
         def draw() -> None:
             for request in late:
                 if request.is_drawing:
-                    scheduler.drawn(request, 7)
+                    scheduler.accept_drawn(request, 7)
 
         for request in late:
             scheduler.add(request)

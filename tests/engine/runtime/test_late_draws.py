@@ -62,7 +62,7 @@ def test_patience_grows_within_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
         if late.requests and now_s >= sampler.ready_s:
             executor.arrived.append((sampler, sampler.n_draws, 7))
         for request, token in late.take(executor, [slow]):
-            scheduler.drawn(request, token)
+            scheduler.accept_drawn(request, token)
         if scheduler.n_queued:
             for request, waited_s in late.late_by(_LEND_S):
                 scheduler.lend(request, waited_s / _LEND_S)

@@ -274,7 +274,7 @@ def test_forced_text_is_known_before_the_mask(demo: lp.Model, monkeypatch: pytes
 
     monkeypatch.setattr(guide, "prepare", prepare)
     sampler.looked = looked.set
-    sampler.took(forced[0])
+    sampler.accept_drawn(forced[0])
     assert looked.wait(PATIENCE_S)
     assert sampler.guess(9)[0] == guide.forced(9)
     assert sampler.is_busy

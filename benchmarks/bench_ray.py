@@ -37,7 +37,7 @@ import ray.data
 
 import llamapipe as lp
 import llamapipe.ray as lr
-from llamapipe.ray._data import mapped
+from llamapipe.ray._data import map_rows
 
 _OPTIONS: dict[str, object] = {"n_ctx": 256, "n_seq_max": 16}
 _STORE_BYTES = 200 * 2**20
@@ -83,7 +83,7 @@ def spec(model: str, n_threads: int | None) -> lr.EngineSpec:
 
 def bare(model: str, n: int, params: lp.SamplingParams, n_threads: int | None) -> dict[str, float]:
     """The rate of the engine alone."""
-    with spec(model, n_threads).opened() as engine:
+    with spec(model, n_threads).open() as engine:
         warm_up(engine, params)
         begin, begin_cpu_s = perf_counter(), process_time()
         done = engine.generate([prompt(i) for i in range(n)], params)
@@ -119,7 +119,7 @@ def with_ray(
             "n_sharing": n_actors,
         }
         # As complete() does, with a class that notes when its batches begin and end.
-        out = mapped(
+        out = map_rows(
             ray.data.read_parquet(str(path)), TimedCompleter, arguments, 128, (n_actors, n_actors), {}
         )
         rows = arrow.concat_tables(out.iter_batches(batch_size=None, batch_format="pyarrow"))

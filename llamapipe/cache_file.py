@@ -65,7 +65,7 @@ def name_of(tokens: Sequence[int], cache_key: Hashable) -> str:
     return digest.hexdigest() + SUFFIX
 
 
-def packed_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
+def pack_head(head: Head, n_snapshot: int) -> tuple[bytes, bytes]:
     """Return the start and the head of a file, as two byte strings; the snapshot follows them."""
     blocks = array("Q", head.blocks).tobytes().hex()
     places, marks = [*head.places.items()], [*head.marks.items()]

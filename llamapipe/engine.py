@@ -398,7 +398,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 speculates=scheduler.gate.n_most > 0,
                 drafts=drafter is not None,
                 drafts_media=isinstance(drafter, AssistantDraft),  # it reads the cells of images
-                allowed=model.adapters.named(adapters),
+                allowed=model.adapters.select(adapters),
                 n_ubatch=context.n_ubatch,
                 min_room=min_room,
             )

@@ -85,9 +85,9 @@ def choose(names: Iterable[str], pattern: str | None, where: str) -> list[str]:
         what = (
             "no GGUF file" if pattern is None else f"no GGUF file that matches {pattern.removeprefix(':')!r}"
         )
-        raise ValueError(f"{where} has {what}; it has {_listed(files)}")
+        raise ValueError(f"{where} has {what}; it has {_list_names(files)}")
     if len(models) > 1:
-        raise ValueError(f"{where} has {len(models)} models; name one of {_listed(matches)}")
+        raise ValueError(f"{where} has {len(models)} models; name one of {_list_names(matches)}")
     stem, _, n = read_name(matches[0])
     if not n:
         return matches
@@ -128,7 +128,7 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return (", ".join(names[:_MOST_LISTED]) or "none") + more
 
@@ -160,7 +160,7 @@ def model_file(
         hub.utils.validate_repo_id(repo_id)
         with _bars(hub, progress):
             if local_files_only or hub.constants.HF_HUB_OFFLINE:
-                return _cached(hub, repo_id, filename, revision, where)
+                return _find_cached(hub, repo_id, filename, revision, where)
             try:
                 _connect(hub)
                 names = _names(hub, repo_id, revision)
@@ -178,7 +178,7 @@ def model_file(
                 if _is_local(e):
                     raise
                 with suppress(ModelLoadError, ValueError):
-                    path = _cached(hub, repo_id, filename, revision, where)
+                    path = _find_cached(hub, repo_id, filename, revision, where)
                     problem = (
                         "cannot be reached" if response is None else f"answers with {response.status_code}"
                     )
@@ -273,7 +273,7 @@ def _http_errors(hub: Any) -> tuple[type[Exception], ...]:
     return (hub.errors.HfHubHTTPError, getattr(hub.errors, "HTTPError", OSError), OSError)
 
 
-def _cached(hub: Any, repo_id: str, filename: str | None, revision: str | None, where: str) -> Path:
+def _find_cached(hub: Any, repo_id: str, filename: str | None, revision: str | None, where: str) -> Path:
     try:
         folder = Path(hub.snapshot_download(repo_id, revision=revision, local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:

@@ -140,15 +140,15 @@ class BlockTracker:
         return f"<BlockTracker n={len(self._n_holders)} n_new={len(self._new)} n_gone={len(self._gone)}>"
 
     # ---- calls from the tree
-    def inserted(self, holder: Holder, tokens: Sequence[int]) -> None:
+    def on_insert(self, holder: Holder, tokens: Sequence[int]) -> None:
         """Record that a holder with these tokens was added to the tree."""
         self._growing[holder] = tokens, len(tokens)
 
-    def extended(self, holder: Holder, tokens: Sequence[int]) -> None:
+    def on_extend(self, holder: Holder, tokens: Sequence[int]) -> None:
         """Record that a holder now has these tokens, which begin with its earlier tokens."""
         self._growing[holder] = tokens, len(tokens)
 
-    def removed(self, holder: Holder) -> None:
+    def on_remove(self, holder: Holder) -> None:
         """Record that a holder was removed from the tree."""
         self._growing.pop(holder, None)
         for depth, block in enumerate(self._held.pop(holder, ())):

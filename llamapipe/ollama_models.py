@@ -112,7 +112,7 @@ def find_stored(name: str) -> StoredModel:
             continue  # a folder that cannot be read is named below
         except OSError as e:
             raise ModelLoadError(f"{manifest} cannot be read: {e.strerror}") from None
-        return _stored(folder, wanted, data)
+        return _read_manifest(folder, wanted, data)
     for folder in places:
         try:
             list((folder / "manifests").iterdir())
@@ -139,7 +139,7 @@ def stored_models() -> list[StoredModel]:
     return [models[name] for name in sorted(models)]
 
 
-def left_out() -> list[str]:
+def unusable_models() -> list[str]:
     """Return why models of the store are not among ``stored_models``: a text for each of them."""
     return sorted(
         str(error)
@@ -166,11 +166,11 @@ def model_of(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
 
     Raises as ``find_stored`` does.
     """
-    stored = stored_of(path)
+    stored = stored_model(path)
     return None if stored is None else (stored.path, stored.name.removesuffix(f":{_TAG}"))
 
 
-def stored_of(path: str | os.PathLike[str]) -> StoredModel | None:
+def stored_model(path: str | os.PathLike[str]) -> StoredModel | None:
     """Return the model ``ollama:NAME``; None for a file's path. Raises as ``find_stored`` does."""
     text = os.fsdecode(path)
     if not text.startswith(PREFIX):
@@ -203,7 +203,7 @@ def _read_store(folder: Path) -> Iterator[StoredModel | ModelLoadError]:
         if not all(_IN_STORE.fullmatch(part) for part in place.parts):  # no name that could be asked for
             continue
         try:
-            yield _stored(folder, place, _read(manifest))
+            yield _read_manifest(folder, place, _read(manifest))
         except OSError:
             continue
         except ModelLoadError as error:
@@ -221,7 +221,7 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _stored(folder: Path, place: Path, data: bytes) -> StoredModel:
+def _read_manifest(folder: Path, place: Path, data: bytes) -> StoredModel:
     """Return the model that a manifest describes. Raises ModelLoadError."""
     host, namespace, model, tag = place.parts
     name = f"{model}:{tag}"

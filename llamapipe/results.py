@@ -130,7 +130,7 @@ class Choice:
         __getattr__ = explain_attribute
 
     def __repr__(self) -> str:
-        return f"Choice({self.index}, {shortened(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"
+        return f"Choice({self.index}, {shorten(self.text)}, n_tokens={len(self.token_ids)}, {self.finish_reason!r})"
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -168,7 +168,7 @@ class Completion:
         first = self.choices[0]
         more = f", n_choices={len(self.choices)}" if len(self.choices) > 1 else ""
         return (
-            f"Completion({shortened(first.text)}, n_tokens={len(first.token_ids)}, {first.finish_reason!r}{more}, "
+            f"Completion({shorten(first.text)}, n_tokens={len(first.token_ids)}, {first.finish_reason!r}{more}, "
             f"n_prompt_tokens={self.n_prompt_tokens})"
         )
 
@@ -373,7 +373,7 @@ class EngineStats:
     queue_times: TimeHistogram = _NO_TIMES
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return a text as a literal; leave out the middle if it is long."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]}…{text[-_MOST_CHARACTERS // 2 + 1 :]}"
@@ -409,7 +409,7 @@ class ChatChoice:
 
     def __repr__(self) -> str:
         calls = f", n_tool_calls={len(self.tool_calls)}" if self.tool_calls else ""
-        return f"ChatChoice({self.index}, {shortened(self.content)}, {self.finish_reason!r}{calls})"
+        return f"ChatChoice({self.index}, {shorten(self.content)}, {self.finish_reason!r}{calls})"
 
     @property
     def message(self) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class ChatCompletion:
     def __repr__(self) -> str:
         first = self.choices[0]
         return (
-            f"ChatCompletion({shortened(first.content)}, {first.finish_reason!r}, "
+            f"ChatCompletion({shorten(first.content)}, {first.finish_reason!r}, "
             f"n_prompt_tokens={self.n_prompt_tokens}, n_completion_tokens={self.n_completion_tokens})"
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamapipe.chat.control_text import unused_mark
 from llamapipe.errors import InvalidRequestError
-from llamapipe.media.decode import Given, given_in, is_media, path_below
+from llamapipe.media.decode import Given, is_media, media_in, path_below
 
 
 def _place(index: int, i: int) -> str:
@@ -81,7 +81,7 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
     numbers: dict[tuple[int, int], int] = {}
     for index, i, part in _parts(messages):
         if is_media(part):
-            medium = given_in(part, _place(index, i))
+            medium = media_in(part, _place(index, i))
             assert medium is not None
             numbers[index, i] = len(media)
             media.append(medium)

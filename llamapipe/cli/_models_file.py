@@ -31,7 +31,7 @@ from llamapipe.gguf.mmproj import MmprojInfo, check_mmproj, is_mmproj, mmproj_be
 from llamapipe.gguf.reader import fingerprint, first_texts
 from llamapipe.llama.adapter import local_file
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import find_stored, folders, left_out, model_of, stored_models
+from llamapipe.ollama_models import find_stored, folders, model_of, stored_models, unusable_models
 from llamapipe.server.routes.ollama_descriptions import QUANTIZATIONS, parameter_size
 
 if sys.version_info >= (3, 11):
@@ -63,7 +63,7 @@ def entries_of(sources: Sequence[str], may_be_empty: bool = False) -> list[Model
 def _entries(source: str) -> list[ModelEntry]:
     if source == OLLAMA:
         stored = stored_models()
-        for reason in left_out():
+        for reason in unusable_models():
             print(f"llamapipe: --models: left out: {reason}", file=sys.stderr)
         if not stored:
             where = " and ".join(map(str, folders()))

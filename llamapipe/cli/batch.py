@@ -22,7 +22,7 @@ from llamapipe.cli.options import (
     add_options,
     defaults_of,
     model_path,
-    opened_engine,
+    open_model_and_engine,
     read_options,
 )
 from llamapipe.cli.parser import UsageError, usage_errors
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with (
         open_output(args.output, overwrite=args.overwrite) as results,
-        opened_engine(args) as engine,
-        _opened(args.embeddings) as embedder,
+        open_model_and_engine(args) as engine,
+        _open_embedder(args.embeddings) as embedder,
     ):
         try:
             answerer = Answerer(
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
                 on_progress=shown.show,
             )
         except KeyboardInterrupt:
-            shown.stopped(args.output)
+            shown.say_stopped(args.output)
             raise
         shown.end(summary)
     return 1 if summary.n_failed + summary.n_skipped_failed else 0
@@ -188,7 +188,7 @@ def _folder(text: str) -> Path:
 
 
 @contextmanager
-def _opened(file: Path | None) -> Iterator[lp.Embedder | None]:
+def _open_embedder(file: Path | None) -> Iterator[lp.Embedder | None]:
     """Open the embedder for ``--embeddings``; yield None without that option."""
     if file is None:
         yield None
@@ -241,7 +241,7 @@ class _Shown:
         else:
             self._terminal.line(line)
 
-    def stopped(self, output: Path) -> None:
+    def say_stopped(self, output: Path) -> None:
         """Say, after Ctrl-C, how to continue the job."""
         self._terminal.redraw()
         of = "" if self._n_records is None else f" of {self._n_records:,}"

@@ -17,7 +17,7 @@ import llamapipe as lp
 from llamapipe.arguments import path_of
 from llamapipe.cli import _guesses
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.options import add_engine_options, add_model, opened_engine
+from llamapipe.cli.options import add_engine_options, add_model, open_model_and_engine
 from llamapipe.cli.parser import UsageError, usage_errors
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import OtherWork, free_cores
@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         Terminal(sys.stderr).line(f"llamapipe: {note}")
     if args.prompts is not None:
         return _guesses_of(args, terminal)
-    with opened_engine(args, {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most}) as engine:
+    with open_model_and_engine(
+        args, {"n_ctx": args.prompt_tokens + args.max_tokens, "n_seq_max": most}
+    ) as engine:
         model = engine.model
         if not args.json:
             terminal.line(
@@ -96,7 +98,7 @@ def _guesses_of(args: argparse.Namespace, terminal: Terminal) -> int:
         records = list(read_records(args.prompts))
     if not records:
         raise UsageError(f"{args.prompts} has no records")
-    with opened_engine(args, {"n_seq_max": max(args.requests)}) as engine:
+    with open_model_and_engine(args, {"n_seq_max": max(args.requests)}) as engine:
         measured = []
         for n in args.requests:
             folder = args.prompts.parent

@@ -36,8 +36,8 @@ from llamapipe.cli.options import (
     read_options,
     template_problem,
 )
-from llamapipe.cli.parser import UsageError, given_text, read_stdin, stdin_is_terminal, usage_errors, utf8
-from llamapipe.ollama_models import StoredModel, stored_of
+from llamapipe.cli.parser import UsageError, check_text, read_stdin, stdin_is_terminal, usage_errors, utf8
+from llamapipe.ollama_models import StoredModel, stored_model
 
 USAGE = "llamapipe chat [options] [MESSAGE]"
 DESCRIPTION = """\
@@ -84,15 +84,15 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    stored = None if args.model is None else stored_of(args.model)
+    stored = None if args.model is None else stored_model(args.model)
     set_there = {} if stored is None else stored.sampling
     options = {"max_tokens": None, **set_there, **read_options(args, SAMPLING)}
     with usage_errors():
         params = lp.SamplingParams(**options)
-    conversation = _begun(args, stored)
+    conversation = _begin_conversation(args, stored)
     message = args.message
     if message is not None:
-        message = read_stdin().removesuffix("\n") if message == "-" else given_text(message)
+        message = read_stdin().removesuffix("\n") if message == "-" else check_text(message)
     if message is not None and not message.strip():
         raise UsageError("the message is empty")
     if message is None and sys.stdin is None:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _begun(args: argparse.Namespace, stored: StoredModel | None) -> Conversation:
+def _begin_conversation(args: argparse.Namespace, stored: StoredModel | None) -> Conversation:
     """Return the conversation to continue. As in ``ollama run``, a new one has the system message of the Modelfile."""
     system = args.system if args.system is not None or stored is None else stored.text("system") or None
     conversation = Conversation(system)
@@ -172,7 +172,7 @@ class Session:
         terminal.line(terminal.style(f"{self._engine.model.name}: /help lists commands, Ctrl-D ends", "dim"))
         while True:
             try:
-                entry = read_entry(typed_line)
+                entry = read_entry(read_typed_line)
             except KeyboardInterrupt:
                 terminal.line()
                 terminal.line(terminal.style("Ctrl-D or /bye ends", "dim"))
@@ -191,7 +191,7 @@ class Session:
         self._is_piped = True
         while True:
             try:
-                entry = read_entry(piped_line)
+                entry = read_entry(read_piped_line)
             except EOFError:
                 return
             if not self._enter(entry):
@@ -220,7 +220,7 @@ class Session:
             self._note(with_flags(str(error)), "red")
             return
         if terminal.redraws:
-            shown = facts.shown(time.perf_counter() - began)
+            shown = facts.parts(time.perf_counter() - began)
             _line(terminal, f" {terminal.symbol('·')} ".join(shown), "dim")
 
     def answer(self, text: Content, facts: _Facts | None = None) -> None:
@@ -310,13 +310,13 @@ class Session:
         elif name in ("/help", "/?"):
             self._terminal.line(_HELP)
         else:
-            self._failed(f"there is no command {name}: {_hint(name)}", "yellow")
+            self._show_failure(f"there is no command {name}: {_hint(name)}", "yellow")
         return True
 
     def _regenerate(self) -> None:
         text = self._conversation.take_back_turn()
         if text is None:
-            self._failed("/regen: there is no answer yet", "yellow")
+            self._show_failure("/regen: there is no answer yet", "yellow")
         else:
             self._answer_here(text)
 
@@ -325,7 +325,7 @@ class Session:
 
         projector = self._engine.model.projector
         if projector is None or not projector.sees:
-            self._failed(
+            self._show_failure(
                 "/image: this model takes no images; start with --mmproj FILE, if it has one", "yellow"
             )
             return
@@ -333,7 +333,7 @@ class Session:
             path = Path(name).expanduser().absolute()
             projector.media(Given("image", path, "/image"))
         except (ValueError, RuntimeError, ImportError) as error:
-            self._failed(str(error), "red")
+            self._show_failure(str(error), "red")
             return
         self._images.append({"type": "image", "image": str(path)})
         self._say(f"{path.name} goes with the next message.")
@@ -341,7 +341,7 @@ class Session:
     def _file(self, command: str, name: str) -> None:
         """Save the conversation to a file, or load it."""
         if not name:
-            self._failed(f"{command} needs the name of a file", "yellow")
+            self._show_failure(f"{command} needs the name of a file", "yellow")
             return
         conversation, path = self._conversation, Path(name)
         try:
@@ -351,9 +351,9 @@ class Session:
             else:
                 conversation.load(path)
         except OSError as error:
-            self._failed(f"{path}: {error.strerror}", "red")
+            self._show_failure(f"{path}: {error.strerror}", "red")
         except (ValueError, RuntimeError) as error:  # also of the name of a user who is not there
-            self._failed(str(error), "red")
+            self._show_failure(str(error), "red")
         else:
             n, action = len(conversation), "saved to" if command == "/save" else "loaded from"
             self._say(f"{n} message{'s' * (n != 1)} {action} {path}")
@@ -362,7 +362,7 @@ class Session:
         """Show the result of a command."""
         _line(self._terminal, text, "dim")
 
-    def _failed(self, text: str, style: str) -> None:
+    def _show_failure(self, text: str, style: str) -> None:
         """Show why a command failed. Raises UsageError if messages come from a pipe."""
         if self._is_piped:
             raise UsageError(text)
@@ -398,7 +398,7 @@ class _Facts:
     first_s: float | None = None
     note: str = ""
 
-    def shown(self, seconds: float) -> list[str]:
+    def parts(self, seconds: float) -> list[str]:
         """Return the parts of the line."""
         facts = [f"{self.n_tokens} tokens", f"{self.n_tokens / seconds:.0f} tokens/s"]
         if self.first_s is not None:
@@ -555,7 +555,7 @@ def read_entry(read_line: Callable[[str], str]) -> Entry:
     return Entry(text, text.startswith("/") and "\n" not in text)
 
 
-def typed_line(prompt: str) -> str:
+def read_typed_line(prompt: str) -> str:
     """Read a line typed at the terminal, or pasted lines. Raises EOFError, UsageError if they are not UTF-8."""
     try:
         line = input(prompt)
@@ -564,7 +564,7 @@ def typed_line(prompt: str) -> str:
     return utf8(line.encode(sys.stdin.encoding or "utf-8", "surrogateescape"), "the line")
 
 
-def piped_line(_: str) -> str:
+def read_piped_line(_: str) -> str:
     """Read a line of standard input. Raises EOFError, UsageError if it is not UTF-8."""
     line = sys.stdin.buffer.readline()
     if not line:

@@ -130,7 +130,7 @@ class _Demo:
                     board.draw()
                     if self._pace:
                         time.sleep(len(delta.token_ids) / self._pace)
-            board.end(0, self._ended(n_tokens))
+            board.end(0, self._end_note(n_tokens))
 
     async def stream_three(self) -> list[str]:
         """Run three requests concurrently, side by side. Return their texts."""
@@ -246,10 +246,10 @@ class _Demo:
                     return text
                 if self._pace:
                     await asyncio.sleep(len(delta.token_ids) / self._pace)
-        board.end(column, self._ended(n_tokens))
+        board.end(column, self._end_note(n_tokens))
         return text
 
-    def _ended(self, n_tokens: int) -> str:
+    def _end_note(self, n_tokens: int) -> str:
         return f"{self._tick()} {n_tokens} tokens"
 
     def _tick(self) -> str:
@@ -405,7 +405,7 @@ class Measured:
         return self.n_tokens / self.seconds
 
 
-def one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
+def measure_one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
     """Run the requests one after another, as callers that share a lock would."""
     firsts, n_tokens = [], 0
     start = time.perf_counter()
@@ -417,7 +417,7 @@ def one_by_one(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingPar
     return Measured(n_tokens, time.perf_counter() - start, statistics.median(firsts))
 
 
-def concurrently(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
+def measure_concurrently(engine: lp.Engine, prompts: Sequence[str], params: lp.SamplingParams) -> Measured:
     """Run all requests concurrently."""
     start = time.perf_counter()
     outs = engine.generate(list(prompts), params)
@@ -446,9 +446,9 @@ def compare(
     left_s = limit_s
     while not slow or (len(slow) < n_runs and left_s > slow[-1].seconds + fast[-1].seconds):
         progress(len(slow), n_runs)
-        for make, way, runs in ((blocking, one_by_one, slow), (shared, concurrently, fast)):
+        for make, way, runs in ((blocking, measure_one_by_one, slow), (shared, measure_concurrently, fast)):
             with make() as engine:
-                concurrently(engine, prompts, replace(params, max_tokens=4))
+                measure_concurrently(engine, prompts, replace(params, max_tokens=4))
                 runs.append(way(engine, prompts, params))
         left_s -= slow[-1].seconds + fast[-1].seconds
     return _median(slow), _median(fast), len(slow)

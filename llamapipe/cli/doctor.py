@@ -29,7 +29,7 @@ from llamapipe.fleet.command import interpreter
 from llamapipe.host.cores import usable_cores
 from llamapipe.host.cpu_load import free_cores, has_run_delay
 from llamapipe.llama.kv_memory import kv_bytes
-from llamapipe.native.backend_packages import installed
+from llamapipe.native.backend_packages import installed_packages
 from llamapipe.native.load import REBUILD, backends_not_loaded, build_info, missing_cpu_features, native
 from llamapipe.ollama_models import model_of
 
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m",
         "--model",
-        type=_named_model,
+        type=_read_model_name,
         metavar="FILE",
         help=MODEL_HELP.removesuffix(" (default)"),
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def _named_model(text: str) -> tuple[str, Path]:
+def _read_model_name(text: str) -> tuple[str, Path]:
     path = model_path(text)
     stored = model_of(path)
     return text, path if stored is None else stored[0]
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     name, file = args.model or ("", None)
     results = _probe([] if file is None else [str(file)])
     about_model = results.pop(f"model {file}", None)
-    findings = [*_versions(), *_build(build), *_packages(build, results), *_probed(results)]
+    findings = [*_versions(), *_build(build), *_packages(build, results), *_probe_findings(results)]
     model = [] if about_model is None else [*_of_model(about_model, name)]
     ok = all(finding.ok for finding in (*findings, *model))
     if args.json:
@@ -162,7 +162,7 @@ def _packages(build: dict[str, Any], results: dict[str, dict[str, Any]]) -> Iter
     """Name the installed backend packages, and say whether they are used."""
     module = results.get("native module", {})
     devices = results.get("devices", {}).get("devices")
-    for package in installed():
+    for package in installed_packages():
         name, about = package.name, f"{package.version}, llama.cpp {package.commit}, in {package.folder}"
         if package.backend in build.get("backends", ()):
             yield Finding(name, True, f"{about}; not used: this build contains the backend")
@@ -215,7 +215,7 @@ def _ending(status: int, errors: str) -> str:
     return (errors.strip().splitlines() or [f"the probe exited with status {status}"])[-1]
 
 
-def _probed(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+def _probe_findings(results: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     for name, result in results.items():
         if not result["ok"]:
             yield Finding(name, False, result["error"], REBUILD)

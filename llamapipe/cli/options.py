@@ -160,7 +160,7 @@ def mmproj_file(text: str) -> str | Path:
     return text
 
 
-def _placement(text: str) -> tuple[str, str]:
+def _read_placement(text: str) -> tuple[str, str]:
     pattern, equals, device = text.rpartition("=")
     if not (equals and pattern and device):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form PATTERN=DEVICE, as in exps=CPU")
@@ -232,7 +232,7 @@ _READ_OTHERWISE: dict[str, Callable[[str], Any]] = {
     "cache_bytes": byte_count_or_zero,
     "draft": draft_source,
     "mmproj": mmproj_file,
-    "tensor_placement": _placement,
+    "tensor_placement": _read_placement,
     "kv_overrides": _kv_override,
 }
 _REPEATED = (Kind.TEXTS, Kind.TEXT_LIST, Kind.TOKENS, Kind.BIASES)
@@ -272,7 +272,7 @@ MODEL = for_commands(*_options.MODEL)
 EMBEDDER = for_commands(*_options.EMBEDDER)
 
 
-def _shown_default(option: Option, default: Any) -> str:
+def _default_note(option: Option, default: Any) -> str:
     """Return the help's note about the default."""
     if option.repeats or (default is None and not option.none):
         return ""
@@ -304,7 +304,7 @@ def add_to_group(group: argparse._ArgumentGroup, options: list[Option], defaults
             metavar=option.metavar or None,
             choices=None if option.metavar else option.choices or None,
             action="append" if option.repeats else "store",
-            help=option.help + _shown_default(option, defaults.get(option.name)),
+            help=option.help + _default_note(option, defaults.get(option.name)),
         )
 
 
@@ -414,7 +414,7 @@ def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
     for option, what in (("--lora", "a LoRA"), ("--control-vector", "a control vector")):
         parser.add_argument(
             option,
-            type=_named_file,
+            type=_read_named_file,
             action="append",
             default=[],
             metavar="NAME=FILE",
@@ -422,7 +422,7 @@ def add_adapters(parser: argparse.ArgumentParser, more: str) -> None:
         )
 
 
-def _named_file(text: str) -> tuple[str, Path | str]:
+def _read_named_file(text: str) -> tuple[str, Path | str]:
     name, equals, file = text.partition("=")
     if not (name and equals and file):
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FILE")
@@ -456,7 +456,7 @@ def open_engine(model: lp.Model, options: dict[str, Any]) -> lp.Engine:
 
 
 @contextmanager
-def opened_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
+def open_model_and_engine(args: argparse.Namespace, defaults: Mapping[str, Any] = {}) -> Iterator[lp.Engine]:
     """Open the model and the engine of a command. ``defaults``: values for engine options that were not given."""
     with (
         open_model(args.model, read_options(args, MODEL)) as model,

@@ -139,7 +139,7 @@ def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str
     if not arguments and not files and not stdin_is_terminal() and (piped := read_stdin()):
         texts = _split(piped, lines)
     for text in arguments:
-        texts += _split(read_stdin(), lines) if text == "-" else [given_text(text)]
+        texts += _split(read_stdin(), lines) if text == "-" else [check_text(text)]
     for file in files:
         texts += _split(read_file(file), lines)
     if not texts:
@@ -147,7 +147,7 @@ def read_texts(arguments: list[str], files: list[Path], lines: bool) -> list[str
     return texts
 
 
-def given_text(text: str) -> str:
+def check_text(text: str) -> str:
     """Check a text of the command line. Raises UsageError if it is not UTF-8, or is a model's name without ``-m``."""
     if names_model(text):
         raise UsageError(f"{text} names a model: pass it with -m")

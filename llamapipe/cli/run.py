@@ -20,12 +20,12 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "model", type=named_model, metavar="MODEL", help="what -m of the other commands takes"
+        "model", type=read_model_name, metavar="MODEL", help="what -m of the other commands takes"
     )
     chat.add_chat_arguments(parser)
 
 
-def named_model(text: str) -> Path:
+def read_model_name(text: str) -> Path:
     """Read a model's name as ``model_path`` does. Ollama's names and addresses of the Hub need no prefix."""
     if text in short_names() and not Path(text).exists():
         return model_path(PREFIX + text)

@@ -8,7 +8,7 @@ import sys
 
 import llamapipe as lp
 from llamapipe.cli._terminal import Terminal
-from llamapipe.cli.options import add_engine_options, add_files, add_model, opened_engine
+from llamapipe.cli.options import add_engine_options, add_files, add_model, open_model_and_engine
 from llamapipe.cli.parser import UsageError, read_file, read_stdin, stdin_is_terminal
 
 USAGE = "llamapipe score [options] PROMPT CONTINUATION ..."
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.texts and args.window is not None:
         raise UsageError("--window is for the perplexity of texts: leave it out, or give files with -f")
     terminal = Terminal(sys.stdout)
-    with opened_engine(args) as engine:
+    with open_model_and_engine(args) as engine:
         if args.texts:
             prompt, *continuations = args.texts
             scores = zip(continuations, engine.score(prompt, continuations), strict=True)

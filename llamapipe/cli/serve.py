@@ -50,7 +50,7 @@ from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import model_of, shown_name, stored_of
+from llamapipe.ollama_models import model_of, shown_name, stored_model
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def run(args: argparse.Namespace) -> int:
         more = []
         if has_second_port:
             more.append(stack.enter_context(listening_socket(args.host, args.ollama, "--ollama")))
-        engine, embedder = stack.enter_context(_served(args, events))
+        engine, embedder = stack.enter_context(_open_served(args, events))
         assert engine is not None
         model = engine.model
         announce(settings, sock, model.name, template_problem(model) is None, 0, engine.kv_events, *more)
@@ -334,7 +334,7 @@ class _Report:
 
 
 @contextmanager
-def _served(
+def _open_served(
     args: argparse.Namespace, more: dict[str, Any] | None = None, **placement: Any
 ) -> Iterator[tuple[lp.Engine | None, lp.Embedder | None]]:
     """Open the engine and the embedder; a process for one of several models has only one of the two.
@@ -432,14 +432,14 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     options: dict[str, Any] = {} if args.worker.devices is None else {"devices": args.worker.devices}
     if args.worker.own_weights and getattr(args, "packed_cache", "off") == "off":
         options["use_mmap"] = False
-    kept = _kept_cache(args)
+    kept = _cache_options(args)
     try:
-        with _served(args, kept, **options) as (engine, embedder):
+        with _open_served(args, kept, **options) as (engine, embedder):
             if engine is not None and kept:  # nobody has asked for writes while it runs
                 engine.set_cache_writes("never")
             if args.worker.served is not None and args.worker.served.yields:
                 set_group_nice(os.getpid(), yields=False)
-            run_worker(engine, worker, args.host, settings, embedder, _linked_mcp(args))
+            run_worker(engine, worker, args.host, settings, embedder, _link_mcp(args))
             if engine is not None and kept and worker.keeps_cache:
                 engine.set_cache_writes("at_close")
     except (UsageError, lp.errors.LlamapipeError, OSError, ValueError, ImportError) as error:
@@ -450,7 +450,7 @@ def _run_worker(args: argparse.Namespace, settings: ServerSettings) -> int:
     return 0
 
 
-def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
+def _link_mcp(args: argparse.Namespace) -> McpServers | None:
     """Return the MCP servers of the process that started this worker. Raises OSError."""
     if args.mcp_link is None:
         return None
@@ -459,7 +459,7 @@ def _linked_mcp(args: argparse.Namespace) -> McpServers | None:
     return LinkedServers(args.mcp_link)
 
 
-def _kept_cache(args: argparse.Namespace) -> dict[str, Any]:
+def _cache_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options for the folder that keeps an unloaded model's cached prefixes.
 
     There are none if the operator gave another folder, or no memory for cached prefixes.
@@ -626,7 +626,7 @@ def settings_fields(args: argparse.Namespace) -> dict[str, Any]:
     }
     known = sampling_defaults()
     sampling = read_options(args, known)
-    stored = None if args.model is None else stored_of(args.model)
+    stored = None if args.model is None else stored_model(args.model)
     if stored is not None:  # as in Ollama
         names = {option.name for option in known}
         sampling = {k: v for k, v in stored.sampling.items() if k in names} | sampling
@@ -761,7 +761,7 @@ def announce(
             f"llamapipe: {host} can be reached from other machines, and no API key is required",
             file=sys.stderr,
         )
-    for line in _about_variables(settings):
+    for line in _variable_notes(settings):
         print(f"llamapipe: {line}", file=sys.stderr)
     print(
         _ANNOUNCEMENT.format(
@@ -789,7 +789,7 @@ _OF_OLLAMA = tuple(
 )  # fmt: skip
 
 
-def _about_variables(settings: ServerSettings) -> Iterator[str]:
+def _variable_notes(settings: ServerSettings) -> Iterator[str]:
     """Yield what to say about variables of other servers, which are not read here."""
     for name in _KEYS_ELSEWHERE:
         if name in os.environ and not settings.api_keys:

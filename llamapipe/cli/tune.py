@@ -101,7 +101,7 @@ class _Tuning:
         best: tuple[int, float] | None = None
         for value in values:
             n_requests = value if n is None else n
-            speed = self._speed({name: value}, n_requests)
+            speed = self._measure({name: value}, n_requests)
             self._row(str(value), speed)
             if best is None or speed.tokens_per_s > best[1] * _GAIN:
                 best = value, speed.tokens_per_s
@@ -115,7 +115,7 @@ class _Tuning:
         speeds = {}
         for name in ("f16", "q8_0"):
             try:
-                speeds[name] = self._speed({"type_k": name, "type_v": name}, n).tokens_per_s
+                speeds[name] = self._measure({"type_k": name, "type_v": name}, n).tokens_per_s
             except (lp.errors.LlamapipeError, ValueError) as error:
                 self._terminal.line(f"  {name:>8}  {error}")
                 continue
@@ -147,7 +147,7 @@ class _Tuning:
             )
         )
 
-    def _speed(self, change: dict[str, Any], n: int) -> Speed:
+    def _measure(self, change: dict[str, Any], n: int) -> Speed:
         options = {"n_seq_max": n, **self._options, **change}
         with open_engine(self._model, options) as engine:
             load = Load(n, self._n_prompt, self._n_tokens)

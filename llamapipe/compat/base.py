@@ -243,7 +243,7 @@ class LlamaBase:
         self._model: Model | None = None
         self._owned = ExitStack()
         # As llama-cpp-python does: programs that move over do not close.
-        self._free = weakref.finalize(self, _dropped, self._owned)
+        self._free = weakref.finalize(self, _close_dropped, self._owned)
         del values["older"]
         options.check_older(older, values)
         options.check_refused(values)
@@ -329,7 +329,7 @@ class LlamaBase:
                 self._sequence = ThreadSequence(self._engine, self._n_ctx, self._adapter)
             return self._engine
 
-    def _own(self) -> ThreadSequence:
+    def _own_sequence(self) -> ThreadSequence:
         _ = self.engine
         assert self._sequence is not None
         return self._sequence
@@ -433,22 +433,22 @@ class LlamaBase:
     @property
     def n_tokens(self) -> int:
         """The number of tokens that the calling thread has evaluated."""
-        return len(self._own().ids)
+        return len(self._own_sequence().ids)
 
     @property
     def input_ids(self) -> npt.NDArray[np.intc]:
         """The tokens that the calling thread has evaluated."""
-        return np.array(self._own().ids, np.intc)
+        return np.array(self._own_sequence().ids, np.intc)
 
     @property
     def eval_tokens(self) -> deque[int]:
         """The tokens that the calling thread has evaluated, as a deque."""
-        return deque(self._own().ids, maxlen=self._n_ctx)
+        return deque(self._own_sequence().ids, maxlen=self._n_ctx)
 
     @property
     def eval_logits(self) -> deque[list[float]]:
         """The logits after the last token, which are computed on access."""
-        return deque([self._own().logits().tolist()], maxlen=1)
+        return deque([self._own_sequence().logits().tolist()], maxlen=1)
 
     @property
     def scores(self) -> Any:
@@ -457,11 +457,11 @@ class LlamaBase:
 
     def reset(self) -> None:
         """Forget the calling thread's tokens."""
-        self._own().reset()
+        self._own_sequence().reset()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Append tokens to the calling thread's sequence. They are computed when a token is sampled."""
-        self._own().extend(tokens)
+        self._own_sequence().extend(tokens)
 
     def sample(self, *, temp: float = 0.8, idx: int | None = None, **sampling: Any) -> int:
         """Sample the token after the calling thread's sequence without appending it.
@@ -476,7 +476,7 @@ class LlamaBase:
                 f"idx is {idx}, and {n} tokens were evaluated; it must be from 0 to {max(n - 1, 0)}"
             )
         params = self._params(1, None, temperature=temp, **sampling)
-        return self._own().sample(params, n if idx is None else idx + 1)
+        return self._own_sequence().sample(params, n if idx is None else idx + 1)
 
     def generate(
         self, tokens: Sequence[int], *, temp: float = 0.8, reset: bool = True, **sampling: Any
@@ -489,7 +489,7 @@ class LlamaBase:
         unknown names.
         """
         _check_names("generate", sampling)
-        sequence = self._own()
+        sequence = self._own_sequence()
         params = self._params(None, None, temperature=temp, **sampling)
         if reset:
             sequence.reset()
@@ -498,11 +498,11 @@ class LlamaBase:
 
     def save_state(self) -> LlamaState:
         """Return the calling thread's sequence, with its KV cells."""
-        return self._own().save(self._seed)
+        return self._own_sequence().save(self._seed)
 
     def load_state(self, state: LlamaState) -> None:
         """Make a saved sequence the calling thread's sequence."""
-        self._own().load(state)
+        self._own_sequence().load(state)
 
     # ---- lifetime
     def close(self) -> None:
@@ -544,7 +544,7 @@ class LlamaBase:
         return n
 
 
-def _dropped(owned: ExitStack) -> None:
+def _close_dropped(owned: ExitStack) -> None:
     """Close the resources of a Llama that was never closed, unless something else uses the model.
 
     Another user may be an engine of the caller or, at the interpreter's exit, one that another thread is making.

@@ -11,7 +11,7 @@ from typing import Any
 from llamapipe._messages import DROP_TURNS, listed, quoted
 from llamapipe.chat.results import ToolCall, ToolCallDelta, new_call_id
 from llamapipe.compat.formats import Format
-from llamapipe.compat.sampling import closed
+from llamapipe.compat.sampling import close_schema
 from llamapipe.engine import Engine
 from llamapipe.errors import InvalidRequestError
 from llamapipe.params import SamplingParams
@@ -59,12 +59,12 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
         return None
     kind = response_format.get("type")
     if kind == "json_object":
-        schema = closed(response_format.get("schema"))
+        schema = close_schema(response_format.get("schema"))
         return {"type": "object"} if schema in (None, {}) else schema
     if kind == "json_schema":
         json_schema = response_format.get("json_schema")
         if isinstance(json_schema, Mapping) and "schema" in json_schema:
-            return closed(json_schema["schema"])
+            return close_schema(json_schema["schema"])
         raise ValueError(
             f"response_format is {quoted(response_format)}; json_schema needs "
             "{'type': 'json_schema', 'json_schema': {'schema': …}}"
@@ -97,7 +97,7 @@ class ChatCall:
         without_tools = named is not None or not engine.supports_tools
         if tools and without_tools and isinstance(tool_choice, Mapping):
             self._forced = str(tool_choice["function"]["name"])
-            params = replace(params, json_schema=closed(_parameters(tools, self._forced)), grammar=None)
+            params = replace(params, json_schema=close_schema(_parameters(tools, self._forced)), grammar=None)
             self._tools = None
         elif tools and named is not None and tool_choice != "none":
             raise ValueError(

@@ -145,7 +145,7 @@ def pooling(number: int, metadata: dict[str, str]) -> str:
 def model_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Model`` other than its path and template. Raises ValueError."""
     options = {name: values[name] for name in _OF_MODEL}
-    return options | {"split_mode": _named("split_mode", SPLIT_MODES, values["split_mode"])}
+    return options | {"split_mode": _look_up("split_mode", SPLIT_MODES, values["split_mode"])}
 
 
 def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
     }
     for name in ("type_k", "type_v"):
         if values[name] is not None:
-            options[name] = _named(name, TYPES, values[name])
+            options[name] = _look_up(name, TYPES, values[name])
     options.update(_rope_options(values))
     return options
 
@@ -178,11 +178,11 @@ def engine_options(values: dict[str, Any], n_ctx: int) -> dict[str, Any]:
 def _rope_options(values: dict[str, Any]) -> dict[str, Any]:
     options = {name: values[name] for name, own in _FILE_ROPE.items() if values.get(name, own[0]) not in own}
     if values.get("rope_scaling_type", -1) not in (-1, None):
-        options["rope_scaling"] = _named("rope_scaling_type", _ROPE_SCALING, values["rope_scaling_type"])
+        options["rope_scaling"] = _look_up("rope_scaling_type", _ROPE_SCALING, values["rope_scaling_type"])
     return options
 
 
-def _named(name: str, names: dict[int, str], value: int) -> str:
+def _look_up(name: str, names: dict[int, str], value: int) -> str:
     if value not in names:
         known = ", ".join(f"{number} ({text})" for number, text in names.items())
         raise ValueError(f"{name} is {quoted(value)}; it must be one of {known}")

@@ -51,10 +51,10 @@ class LlamaGrammar:
         As in llama-cpp-python, objects with ``properties`` allow no others, unless ``additionalProperties`` says so.
         """
         del verbose
-        return cls(json_schema=closed(json.loads(json_schema)))
+        return cls(json_schema=close_schema(json.loads(json_schema)))
 
 
-def closed(schema: Any) -> Any:
+def close_schema(schema: Any) -> Any:
     """Return a schema whose objects allow only the listed properties, as in llama-cpp-python."""
     return closed_objects(schema) if isinstance(schema, dict) else schema
 

@@ -77,14 +77,14 @@ def main() -> None:
     for fields in json.load(sys.stdin):
         asked = Asked(*fields)
         try:
-            answer = _described(asked)
+            answer = _describe(asked)
         except (LlamapipeError, OSError, ValueError, ImportError):
             answer = None
         sys.stdout.write(f"{_START}{json.dumps(answer)}\n")
         sys.stdout.flush()
 
 
-def _described(asked: Asked) -> dict[str, Any]:
+def _describe(asked: Asked) -> dict[str, Any]:
     with Model(asked.file, vocab_only=True, chat_template=asked.template) as model:
         kind = "embedding" if asked.embeds else "completion"
         answer = shown_model(model, kind, modelfile_of(modelfiles(model.path), model.name))

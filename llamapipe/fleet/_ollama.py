@@ -80,7 +80,7 @@ class OllamaModels:
         entries = []
         for model, shown in zip(there, described, strict=True):
             for name in (*model.names, *model.entry.adapters):
-                entry = _listed(model, name)
+                entry = _list_entry(model, name)
                 if entry is not None:
                     entries.append(
                         entry if shown is None else {**entry, "capabilities": shown["capabilities"]}
@@ -192,7 +192,7 @@ class OllamaModels:
             if (
                 model.state is ModelState.LOADED
                 and model.facts is not None
-                and (entry := _listed(model, model.name))
+                and (entry := _list_entry(model, model.name))
             ):
                 left_s = _FOR_EVER_S if model.expires_at is None else model.expires_at - monotonic()
                 kept = {key: entry[key] for key in ("name", "model", "digest", "details")}
@@ -203,7 +203,7 @@ class OllamaModels:
         return JsonResponse({"models": entries})
 
 
-def _listed(model: PooledModel, name: str) -> dict[str, Any] | None:
+def _list_entry(model: PooledModel, name: str) -> dict[str, Any] | None:
     """Return the entry of Ollama's lists for a model under one of its names; None if its file is not known."""
     facts = model.facts
     if facts is None:

@@ -18,7 +18,7 @@ from typing import Any
 from llamapipe.fleet import link
 from llamapipe.fleet.link import Messages, ServedModel, Subject, WorkerOptions
 from llamapipe.fleet.placement import Placement
-from llamapipe.host.cores import set_group_nice, started_on
+from llamapipe.host.cores import pin_thread, set_group_nice
 from llamapipe.server.metrics import Family
 
 _MOST_UNTAKEN = 32  # connections sent to a worker that it has not taken; further ones go to other workers
@@ -86,7 +86,7 @@ class WorkerProcess:
                 served,
             )
             try:
-                with started_on(placement.share.cores):
+                with pin_thread(placement.share.cores):
                     self._process = subprocess.Popen(
                         [*command, "--worker", options.text()],
                         stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ class Tasks:
         """Start a task."""
         task = asyncio.ensure_future(coroutine)
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._finish)
         return task
 
     def cancel(self) -> None:
@@ -36,7 +36,7 @@ class Tasks:
         for task in self._running:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _finish(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, ApiError):

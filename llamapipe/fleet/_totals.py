@@ -59,7 +59,7 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
             text,
             kind,
             [
-                (sample, dict(labels), _joined(sample, numbers))
+                (sample, dict(labels), _join(sample, numbers))
                 for (sample, labels), numbers in values[name].items()
             ],
         )
@@ -67,7 +67,7 @@ def add_families(live: Iterable[Sequence[Family]], ended: Iterable[Sequence[Fami
     ]
 
 
-def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
+def with_labels(families: Iterable[Family], **labels: str) -> list[Family]:
     """Return the families with these labels on each sample."""
     return [
         family._replace(samples=[(sample, {**own, **labels}, value) for sample, own, value in family.samples])
@@ -75,7 +75,7 @@ def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
     ]
 
 
-def _joined(name: str, values: list[float]) -> float:
+def _join(name: str, values: list[float]) -> float:
     if name in _RATIOS:
         return sum(values) / len(values)
     if name.endswith("_created"):  # when a counter began to count

@@ -79,11 +79,11 @@ class WorkerOptions:
     def report_progress(self, fraction: float) -> None:
         """Report the fraction of the model that is loaded to the supervisor. Call it only before ``Worker.start``."""
         with socket.socket(fileno=os.dup(self.messages)) as sock, suppress(OSError):
-            sock.sendall(_encoded("progress", {"fraction": fraction}))
+            sock.sendall(_encode("progress", {"fraction": fraction}))
 
     def report_failure(self, message: str, is_usage: bool) -> None:
         """Report to the supervisor why this worker cannot serve. Raises OSError if there is no supervisor."""
-        line = _encoded("failed", {"message": message, "is_usage": is_usage})
+        line = _encode("failed", {"message": message, "is_usage": is_usage})
         with socket.socket(fileno=self.messages) as sock:
             sock.sendall(line)
 
@@ -103,7 +103,7 @@ class Messages:
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message without waiting; does nothing if the other side is gone."""
         if not self._writer.is_closing():
-            self._writer.write(_encoded(kind, fields))
+            self._writer.write(_encode(kind, fields))
 
     async def receive(self) -> dict[str, Any] | None:
         """Return the next message; None at the end of the stream."""
@@ -123,5 +123,5 @@ class Messages:
             await self._writer.wait_closed()
 
 
-def _encoded(kind: str, fields: dict[str, Any]) -> bytes:
+def _encode(kind: str, fields: dict[str, Any]) -> bytes:
     return json.dumps({"kind": kind, **fields}).encode() + b"\n"

@@ -31,10 +31,10 @@ def placements(n: int | None, use_gpus: bool) -> list[Placement]:
     """
     shares = None if n is None else core_shares(n)
     gpus = gpu_names() if use_gpus else []
-    return placed(shares or core_shares(len(gpus) or n_numa_nodes()), gpus)
+    return place_on_gpus(shares or core_shares(len(gpus) or n_numa_nodes()), gpus)
 
 
-def placed(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
+def place_on_gpus(shares: Sequence[CoreShare], gpus: Sequence[str]) -> list[Placement]:
     """Return a placement for each share; see ``placements``."""
     if not gpus:
         own_weights = len({share.nodes for share in shares}) > 1

@@ -35,7 +35,7 @@ from llamapipe import cache_file
 from llamapipe._messages import did_you_mean, listed, quoted
 from llamapipe.fleet._process import State, WorkerProcess
 from llamapipe.fleet._tasks import Tasks
-from llamapipe.fleet._totals import Totals, labelled
+from llamapipe.fleet._totals import Totals, with_labels
 from llamapipe.fleet._upstream import Upstream, Upstreams
 from llamapipe.fleet.budget import Budget, Memory, Tenure, total
 from llamapipe.fleet.catalog import FileFacts, ModelEntry, taken_names
@@ -289,7 +289,7 @@ class Pool:
             loading = model._loading
             await asyncio.wait([loading])
             if loading.cancelled():
-                raise shutting_down() if self._is_ending else _unloaded(model)
+                raise shutting_down() if self._is_ending else _unloaded_error(model)
             if (error := loading.exception()) is not None:
                 raise error.again() if isinstance(error, ApiError) else error
         model.n_running += 1
@@ -434,7 +434,7 @@ class Pool:
     async def _bury(self, model: PooledModel, process: WorkerProcess) -> None:
         """Wait for the end of a process, keep its last report, and mark its model as unloaded."""
         await process.ended.wait()
-        self._totals.keep(labelled(process.families, model=model.name), process.requests)
+        self._totals.keep(with_labels(process.families, model=model.name), process.requests)
         was_loaded = model.state is ModelState.LOADED
         model.process = None
         model._upstreams.close()
@@ -464,7 +464,7 @@ class Pool:
         async with self._turn:
             while not self.budget.fits(self.used + needed):
                 if not model.n_users:  # its clients have hung up, so no other model should end for it
-                    raise _unloaded(model)
+                    raise _unloaded_error(model)
                 there = [other for other in self._all if other.memory]
                 waited_s = monotonic() - began
                 victims = self.budget.choose(needed, [other.tenure(waited_s) for other in there])
@@ -577,7 +577,7 @@ class Pool:
         """
         others = [model.entry for model in self.models if model.name != entry.name]
         taken_names((*others, entry))
-        entries = [other for other in self._given if other.name != entry.name]
+        entries = [other for other in self._given_entries if other.name != entry.name]
         self._added = [*(other for other in self._added if other.name != entry.name), entry]
         self.replace(entries)
 
@@ -620,12 +620,12 @@ class Pool:
 
     def drop(self, model: PooledModel) -> None:
         """Stop serving a model whose file is deleted."""
-        entries = [entry for entry in self._given if entry != model.entry]
+        entries = [entry for entry in self._given_entries if entry != model.entry]
         self._added = [entry for entry in self._added if entry != model.entry]
         self.replace(entries)
 
     @property
-    def _given(self) -> list[ModelEntry]:
+    def _given_entries(self) -> list[ModelEntry]:
         return [model.entry for model in self.models if model.entry not in self._added]
 
     async def _leave(self, model: PooledModel) -> None:
@@ -673,7 +673,9 @@ class Pool:
     async def families(self) -> list[Family]:
         """Return the metrics of all models, with a label for each."""
         live = await self._refresh("families")
-        return self._totals.with_live(labelled(process.families, model=model.name) for model, process in live)
+        return self._totals.with_live(
+            with_labels(process.families, model=model.name) for model, process in live
+        )
 
     async def requests(self) -> list[dict[str, Any]]:
         """Return the entries of ``GET /requests`` of all models, the newest first."""
@@ -724,7 +726,7 @@ def _cannot_load(model: PooledModel, why: str) -> ApiError:
     return ApiError(503, f"the model {quoted(model.name)} cannot be loaded: {why}", "model", _LOAD_FAILED)
 
 
-def _unloaded(model: PooledModel) -> ApiError:
+def _unloaded_error(model: PooledModel) -> ApiError:
     """Return the error for a request whose load was given up."""
     return ApiError(503, f"the model {quoted(model.name)} was unloaded", "model", "model_unloaded")
 

@@ -146,7 +146,7 @@ class Supervisor:
 
     # ---- the life of workers
     def _start(self, slot: _Slot) -> WorkerProcess:
-        worker = WorkerProcess(slot.index, self._command, slot.placement, self._changed, self._asked)
+        worker = WorkerProcess(slot.index, self._command, slot.placement, self._on_change, self._start_answer)
         share = slot.placement.share
         _log.info(
             "worker %d starts as process %d: cores %s, %d threads%s",
@@ -167,7 +167,7 @@ class Supervisor:
         self._totals.keep(worker.families, worker.requests)
         self._homeless += worker.untaken
         worker.untaken.clear()
-        self._changed()
+        self._on_change()
 
     async def _keep(self, slot: _Slot) -> None:
         """Start a slot's worker, and start the next one whenever it ends."""
@@ -246,7 +246,7 @@ class Supervisor:
             task.cancel()
         await asyncio.wait(work)
         self._stop.set()
-        self._changed()
+        self._on_change()
         self._listener.close()
         for worker in self._alive:
             worker.stop()
@@ -256,7 +256,7 @@ class Supervisor:
         for connection in self._homeless:
             connection.close()
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
         """React to a change in a worker's state."""
         here = [worker for slot in self._slots if (worker := slot.worker) is not None]
         counts = sum(worker.state is State.READY for worker in here), len(self._slots)
@@ -267,10 +267,10 @@ class Supervisor:
             if counts[0] == counts[1] and not self._announced:
                 self._announced = True
                 self._announce()
-        self._accept_or_not()
+        self._update_accepting()
 
     # ---- connections
-    def _accept_or_not(self) -> None:
+    def _update_accepting(self) -> None:
         """Watch the listening socket while a worker can take a connection; otherwise connections wait in the kernel."""
         loop = asyncio.get_running_loop()
         for alive in self._alive:
@@ -314,14 +314,14 @@ class Supervisor:
                 break
             if not worker.give(connection):
                 self._homeless.append(connection)
-        self._accept_or_not()
+        self._update_accepting()
 
     def _go_on(self) -> None:
         self._paused = False
-        self._accept_or_not()
+        self._update_accepting()
 
     # ---- questions about all workers
-    def _asked(self, worker: WorkerProcess, number: int, about: Subject) -> None:
+    def _start_answer(self, worker: WorkerProcess, number: int, about: Subject) -> None:
         self._tasks.start(self._answer(worker, number, about))
 
     async def _answer(self, asker: WorkerProcess, number: int, about: Subject) -> None:

@@ -116,9 +116,9 @@ class Worker:
         If the supervisor does not answer, return only this worker's entries.
         """
         requests = await self._ask("requests")
-        return self._recent() if requests is None else requests
+        return self._recent_entries() if requests is None else requests
 
-    def _recent(self) -> list[dict[str, Any]]:
+    def _recent_entries(self) -> list[dict[str, Any]]:
         entries = self._server.state.recent.entries()
         if self.options.served is not None:  # these entries name the model
             return entries
@@ -196,7 +196,9 @@ class Worker:
     async def _tell(self, number: int, about: Subject) -> None:
         with suppress(Exception):  # for example, the engine is closed
             answer = (
-                self._recent() if about == "requests" else await asyncio.to_thread(self._metrics.families)
+                self._recent_entries()
+                if about == "requests"
+                else await asyncio.to_thread(self._metrics.families)
             )
             self._messages.send("snapshot", number=number, about=about, found=answer)
 

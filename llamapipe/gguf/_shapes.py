@@ -125,8 +125,8 @@ def check_heads(keys: Keys, head: Head, n_layer: int, n_embd: int) -> None:
     n_key = keys.integer("attention.key_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     n_value = keys.integer("attention.value_length", 1, MAX_WIDTH) or n_embd // int(heads[0])
     sizes = {(n_key, n_value)}
-    n_rot = _rotated(keys, "rope.dimension_count", n_key)
-    n_rot_swa = _rotated(keys, "rope.dimension_count_swa", n_rot)
+    n_rot = _n_rotated(keys, "rope.dimension_count", n_key)
+    n_rot_swa = _n_rotated(keys, "rope.dimension_count_swa", n_rot)
     if n_rot and not n_rot_swa:
         raise Damage(f"{keys.name('rope.dimension_count_swa')} is 0; it must be positive")
     if any(keys.integer(key, 0, MAX_WIDTH) for key in _OTHER_SHAPES):
@@ -169,7 +169,7 @@ def _rows(matrix: str, n_heads: int, n_groups: int, n_key: int, n_value: int) ->
     return (n_heads * n_key + n_groups * (n_key + n_value),)
 
 
-def _rotated(keys: Keys, key: str, default: int) -> int:
+def _n_rotated(keys: Keys, key: str, default: int) -> int:
     value = keys.get(key, U32)
     n = default if value is None else value
     if n % 2:

@@ -209,14 +209,14 @@ def _check_rwkv(pieces: list[bytes]) -> None:
 
     Otherwise llama.cpp would start again at the text's first byte, forever.
     """
-    decoded = [_unescaped(piece) for piece in pieces]
+    decoded = [_unescape(piece) for piece in pieces]
     single = {piece for piece in decoded if len(piece) == 1}
     for i, piece in enumerate(decoded):
         if piece and piece[:1] not in single:
             raise Damage(f"the vocabulary has the piece {pieces[i]!r} ({i}), but not its first byte alone")
 
 
-def _unescaped(piece: bytes) -> bytes:
+def _unescape(piece: bytes) -> bytes:
     simple = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
     def value(match: re.Match[bytes]) -> bytes:

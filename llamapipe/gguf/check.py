@@ -229,7 +229,7 @@ def check_gguf(
 ) -> GgufInfo:
     """Check a GGUF file and, for a split model, its other parts. Any thread; files are mapped, not copied.
 
-    ``overrides``: single values by key that are checked and returned in place of the file's; see ``overridden``.
+    ``overrides``: single values by key that are checked and returned in place of the file's; see ``override``.
 
     Raises ModelLoadError if the file is missing, not a GGUF file, truncated or damaged; the message names the problem
     and its place.
@@ -238,7 +238,7 @@ def check_gguf(
     first = open_gguf(file)
     head = first.head
     with naming(file):
-        head.entries.update(overridden(head.entries, overrides or {}))
+        head.entries.update(override(head.entries, overrides or {}))
         # This check is first: a later part of a split model has no architecture, but the message must not complain of
         # that.
         n_tensors, parts = _parts(file, head)
@@ -266,7 +266,7 @@ def check_gguf(
     )
 
 
-def overridden(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
+def override(entries: Mapping[str, Entry], overrides: Mapping[str, bool | float | str]) -> dict[str, Entry]:
     """Return the entries that replace a file's, with the types of the file's entries.
 
     ``overrides``: bools, ints, floats or strs by key. Raises Damage for a value whose type is not the file's; llama.cpp

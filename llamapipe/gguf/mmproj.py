@@ -127,7 +127,7 @@ def check_mmproj(path: str | os.PathLike[str]) -> MmprojInfo:
     file = Path(path)
     opened = open_gguf(file)
     with naming(file):
-        modalities, projectors = _checked(opened.head)
+        modalities, projectors = _check(opened.head)
         check_tensors(opened.head)
         widths = tuple(
             _value(opened.head, f"clip.{modality}.projection_dim", U32) or 0 for modality in modalities
@@ -205,7 +205,7 @@ def _value(head: Head, key: str, kind: int) -> Any:
     return None if entry is None else entry.value
 
 
-def _checked(head: Head) -> tuple[list[str], tuple[str, ...]]:
+def _check(head: Head) -> tuple[list[str], tuple[str, ...]]:
     """Check the metadata and tensors. Return the modalities, and the kinds of their projectors. Raises Damage."""
     architecture = _text(head, "general.architecture")
     if architecture != "clip":
@@ -277,7 +277,7 @@ def _check_sizes(head: Head, modality: str) -> None:
             continue
         blocks.add(int(match[2]))
         if width and inner:
-            expected = _expected(match[3], match[4], width, inner)
+            expected = _expected_shapes(match[3], match[4], width, inner)
             if expected is not None and tuple(dims) not in expected:
                 shapes = " or ".join(map(str, sorted(expected)))
                 raise Damage(f"tensor {name!r} has the shape {tuple(dims)}, not {shapes}")
@@ -295,7 +295,7 @@ def _check_sizes(head: Head, modality: str) -> None:
             )
 
 
-def _expected(name: str, kind: str, width: int, inner: int) -> set[tuple[int, ...]] | None:
+def _expected_shapes(name: str, kind: str, width: int, inner: int) -> set[tuple[int, ...]] | None:
     if name in ("ln1", "ln2"):
         return {(width,)}
     if name in ("ffn_up", "ffn_down"):

@@ -226,7 +226,7 @@ class _Parser:
             chain = self._chain(left) if left > 32 else None
             if chain is None:
                 # Doubling bounds the cost of a file that was made to defeat the fast path.
-                chain = self._one_by_one(key, min(left, patience), count - left)
+                chain = self._read_one_by_one(key, min(left, patience), count - left)
                 patience *= 2
             starts.append(chain[0])
             lengths.append(chain[1])
@@ -261,7 +261,7 @@ class _Parser:
         self._pos = base + int(ends[n - 1])
         return at[:n] + 8 + base, lengths[:n]
 
-    def _one_by_one(
+    def _read_one_by_one(
         self, key: str, n: int, first: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         starts, lengths = [], []

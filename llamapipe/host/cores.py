@@ -128,7 +128,7 @@ class CoreShare:
 
 
 @contextmanager
-def started_on(cores: Sequence[int]) -> Iterator[None]:
+def pin_thread(cores: Sequence[int]) -> Iterator[None]:
     """Pin this thread to cores until the block ends; a process started in the block stays pinned.
 
     Does nothing if ``cores`` is empty. Raises OSError if the process may not use any of the cores.
@@ -148,7 +148,7 @@ def core_shares(n: int) -> list[CoreShare]:
     """Divide the cores that this process may use into ``n`` shares. Raises ValueError if there are fewer cores."""
     quota = cpu_quota(limit_files("cpu", "cpu.cfs_quota_us", "cpu.max"))
     if hasattr(os, "sched_getaffinity"):
-        return divided(n, os.sched_getaffinity(0), quota, _SYSTEM)
+        return divide_cores(n, os.sched_getaffinity(0), quota, _SYSTEM)
     n_cores = os.cpu_count() or 1
     _check(n, n_cores)
     return [CoreShare((), part) for part in _parts(n_cores, n)]
@@ -160,7 +160,7 @@ def n_numa_nodes() -> int:
     return max(len(_nodes(allowed, _SYSTEM)), 1)
 
 
-def divided(n: int, allowed: set[int], quota: float | None, system: Path) -> list[CoreShare]:
+def divide_cores(n: int, allowed: set[int], quota: float | None, system: Path) -> list[CoreShare]:
     """Divide the ``allowed`` cores into ``n`` disjoint shares; see ``core_shares``. ``quota``: see ``cpu_quota``.
 
     ``system``: the folder that contains ``node`` and ``cpu``. Raises ValueError if there are fewer than ``n`` cores.
@@ -205,7 +205,7 @@ def _nodes(allowed: set[int], system: Path) -> dict[int, tuple[int, ...]]:
     """Return the allowed cores of each NUMA node; node 0 has all cores if the system reports no nodes."""
     nodes: dict[int, tuple[int, ...]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
-        cores = _listed(folder / "cpulist") & allowed
+        cores = _read_ranges(folder / "cpulist") & allowed
         if cores:  # a node may have memory only
             nodes[int(folder.name.removeprefix("node"))] = tuple(sorted(cores))
     if set().union(*nodes.values()) != allowed:
@@ -218,7 +218,9 @@ def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
     physical: dict[tuple[int, ...], list[int]] = {}
     for core in cores:
         topology = system / "cpu" / f"cpu{core}" / "topology"
-        siblings = _listed(topology / "core_cpus_list") or _listed(topology / "thread_siblings_list")
+        siblings = _read_ranges(topology / "core_cpus_list") or _read_ranges(
+            topology / "thread_siblings_list"
+        )
         physical.setdefault(tuple(sorted(siblings or {core})), []).append(core)
     units = list(physical.values())
     if len(units) < n:
@@ -230,7 +232,7 @@ def _split(cores: Sequence[int], n: int, system: Path) -> list[tuple[int, ...]]:
     return parts
 
 
-def _listed(file: Path) -> set[int]:
+def _read_ranges(file: Path) -> set[int]:
     """Return the numbers in a file with text such as ``0-3,8-11``; an empty set if the file cannot be read."""
     try:
         text = file.read_text().strip()

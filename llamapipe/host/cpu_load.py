@@ -283,7 +283,7 @@ class CoreBudget:
         return BudgetMember(self, n_fixed)
 
     @contextmanager
-    def taken(self) -> Iterator[int]:
+    def take(self) -> Iterator[int]:
         """Take half of the cores, or all if no member computes, and yield how many. Each member keeps a thread."""
         with self.lock:
             n = max(self.n_cores // 2, 1) if self.computing else self.n_cores

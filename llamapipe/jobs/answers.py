@@ -223,7 +223,7 @@ class Answerer:
 
     async def _complete(self, record: dict[str, Any]) -> tuple[dict[str, Any], int]:
         if self._template is not None:
-            prompt: Any = filled(self._template, record)
+            prompt: Any = fill(self._template, record)
             options: dict[str, Any] = {}
         else:
             prompt, options = record.get("prompt"), {k: v for k, v in record.items() if k not in _KEPT}
@@ -337,7 +337,7 @@ def _template_fields(template: str, is_format: bool = False) -> Iterator[tuple[s
         yield from _template_fields(form or "", is_format=True)
 
 
-def filled(template: str, columns: Mapping[str, Any]) -> str:
+def fill(template: str, columns: Mapping[str, Any]) -> str:
     """Return the prompt that a template makes of a record's columns. Raises ValueError if one is missing or null."""
     for name, _ in _template_fields(template):
         if is_null(column(columns, name)):

@@ -258,11 +258,11 @@ def _json_records(path: Path) -> Iterator[Record]:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(MAX_LINE_BYTES)
             else:
-                yield _parsed(index, number, line)
+                yield _parse(index, number, line)
             index += 1
 
 
-def _parsed(index: int, number: int, line: bytes) -> Record:
+def _parse(index: int, number: int, line: bytes) -> Record:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:

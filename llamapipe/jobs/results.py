@@ -83,7 +83,7 @@ class ResultFile:
             )
         return mark != 0
 
-    def failed(self, index: int) -> bool:
+    def has_failed(self, index: int) -> bool:
         """Return whether the result in the file has an error."""
         return index < len(self._marks) and bool(self._marks[index] & _FAILED)
 

@@ -208,7 +208,7 @@ def run_job(
     """
     summary = BatchSummary()
     for record, answer in answers(
-        _left(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered, slow=slow
+        _remaining(records, results, summary), answerer, n_ahead=n_ahead, ordered=ordered, slow=slow
     ):
         results.write(record.index, record.digest, answer.result)
         summary._add(answer)
@@ -226,10 +226,10 @@ def _was_cut(result: Mapping[str, Any]) -> bool:
     return any(isinstance(choice, Mapping) and choice.get("finish_reason") == "length" for choice in results)
 
 
-def _left(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:
+def _remaining(records: Iterable[Record], results: ResultFile, summary: BatchSummary) -> Iterator[Record]:
     for record in records:
         if results.has(record.index, record.digest):
             summary.n_skipped += 1
-            summary.n_skipped_failed += results.failed(record.index)
+            summary.n_skipped_failed += results.has_failed(record.index)
         else:
             yield record

@@ -61,17 +61,17 @@ class ChatPrompts:
         with self._lock:
             template = self._compiled.get(text)
             if template is None:
-                template = self._compiled[text] = self.compiled(text, self._model.vocab.add_bos)
+                template = self._compiled[text] = self.compile(text, self._model.vocab.add_bos)
         return template
 
-    def compiled(self, text: str, strips_bos: bool) -> ChatTemplate:
+    def compile(self, text: str, strips_bos: bool) -> ChatTemplate:
         """Return a template with the vocabulary's BOS and EOS. Raises InvalidRequestError, ImportError."""
         with needs_extra("chat", "chat"):
             from llamapipe.chat.template import ChatTemplate
         vocab = self._model.vocab
-        return ChatTemplate(text, self._written(vocab.bos), self._written(vocab.eos), strips_bos)
+        return ChatTemplate(text, self._token_text(vocab.bos), self._token_text(vocab.eos), strips_bos)
 
-    def _written(self, token: int | None) -> str:
+    def _token_text(self, token: int | None) -> str:
         return "" if token is None else self._model.vocab.written_piece(token).decode(errors="replace")
 
     def _for(self, tools: object) -> ChatTemplate:
@@ -237,7 +237,7 @@ class ChatPrompts:
         if n_ctx is not None and len(text) >= n_ctx and (n_least := vocab.least_tokens(len(text))) >= n_ctx:
             what = f"the conversation has {len(text)} characters, at least {n_least} tokens"
             raise InvalidRequestError(too_long(what, n_ctx, DROP_TURNS))
-        return tokenized(text, mark, controls, vocab.tokenize, self._added, media_mark)
+        return tokenized(text, mark, controls, vocab.tokenize, self._added_tokens, media_mark)
 
     def warn_of_control_text(self, text: str) -> None:
         """Warn, once per model, that a plain prompt contains ``text``, the name of a control token."""
@@ -256,7 +256,7 @@ class ChatPrompts:
         return ControlTexts(self._model.vocab.special_tokens())
 
     @cached_property
-    def _added(self) -> tuple[list[int], list[int]]:
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
         """The tokens that the vocabulary adds before and after a text."""
         tokenize = self._model.vocab.tokenize
         plain, whole = tokenize("a", add_special=False), tokenize("a")

@@ -96,7 +96,7 @@ def _progress_callback(module: Any) -> Any:
     """Return the C function that llama.cpp calls during a load; the first call connects it to Python."""
     global _callback
     if _callback is None:
-        define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_failed)
+        define = module.ffi.def_extern(name="lp_on_progress", error=False, onerror=_stop_load)
         _callback = define(_on_progress)
     return module.lib.lp_on_progress
 
@@ -109,6 +109,6 @@ def _on_progress(fraction: float, user_data: Any) -> bool:
     return True
 
 
-def _failed(kind: Any, error: BaseException, trace: Any) -> bool:
+def _stop_load(kind: Any, error: BaseException, trace: Any) -> bool:
     _current.load.error = error.with_traceback(trace)
     return False  # stops the load

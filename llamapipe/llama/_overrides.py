@@ -34,7 +34,7 @@ _LAYER: Final = re.compile(r"(blk\.)(\d+)(\..*)")
 
 
 # ---- metadata
-def checked_kv(overrides: Mapping[str, Value] | None) -> dict[str, Value]:
+def check_kv(overrides: Mapping[str, Value] | None) -> dict[str, Value]:
     """Return ``kv_overrides`` in a form that llama.cpp can take. Raises TypeError, ValueError."""
     if overrides is None:
         return {}
@@ -83,13 +83,13 @@ def native_kv(ffi: Any, lib: Any, overrides: Mapping[str, Value]) -> Any:
     return slots
 
 
-def shown_kv(value: Value) -> str:
+def kv_text(value: Value) -> str:
     """Return a value in the notation that llama.cpp uses for metadata."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- tensors
-def placed_tensors(
+def place_tensors(
     info: GgufInfo,
     placement: Mapping[str, str | Device] | None,
     n_cpu_moe: int | None,
@@ -107,7 +107,7 @@ def placed_tensors(
         raise TypeError(
             f"tensor_placement must be a mapping of patterns to devices, not {type(placement).__name__}"
         )
-    known = _known(wanted)
+    known = _devices_by_name(wanted)
     for pattern, device in (placement or {}).items():
         if not isinstance(pattern, str):
             raise TypeError(f"tensor_placement must have patterns of type str, not {type(pattern).__name__}")
@@ -155,7 +155,7 @@ def n_cpu_expert_layers(info: GgufInfo, placed: Mapping[str, Device]) -> int:
     return sum(on_cpu.issuperset(names) for names in layers.values())
 
 
-def _known(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
+def _devices_by_name(wanted: Sequence[str | Device] | None) -> dict[str, Device]:
     """Return, by name, the devices that llama.cpp opens for the model: CPUs, and those in ``wanted`` (None: all)."""
     names = None if wanted is None else {item.name if isinstance(item, Device) else item for item in wanted}
     return {
@@ -179,14 +179,14 @@ def native_placement(ffi: Any, lib: Any, placed: Mapping[str, Device]) -> tuple[
     slots = ffi.new("struct llama_model_tensor_buft_override[]", len(groups) + 1)
     texts = []
     for slot, ((device_name, start, end), layers) in zip(slots, groups.items(), strict=False):
-        pattern = f"^{_escaped(start)}({'|'.join(layers)}){_escaped(end)}$"
+        pattern = f"^{_escape(start)}({'|'.join(layers)}){_escape(end)}$"
         texts.append(ffi.new("char[]", pattern.encode()))
         slot.pattern = texts[-1]
         slot.buft = lib.ggml_backend_dev_buffer_type(handles[device_name])
     return slots, texts
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text escaped for an ECMAScript pattern."""
     return re.sub(r"[^\w]", lambda match: "\\" + match[0] if match[0].isascii() else match[0], text)
 

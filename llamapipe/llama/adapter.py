@@ -271,7 +271,7 @@ class ModelAdapters:
     def load(self, module: Any, path: str | os.PathLike[str], name: str | None) -> Adapter:
         """Load a LoRA; see ``Model.load_adapter``."""
         model = self._model
-        file, handle = self._checked(path, name)
+        file, handle = self._check(path, name)
         with mapping_guard(module, file):
             info = check_adapter(file, model.architecture, model.tensors, model.n_vocab)
         name = self._free(info.name if name is None else name)
@@ -298,7 +298,7 @@ class ModelAdapters:
         """Load a control vector; see ``Model.load_control_vector``."""
         model = self._model
         window = (1, model.n_layer - 1) if layers is None else _check_layers(layers, model.n_layer)
-        file, _ = self._checked(path, name)
+        file, _ = self._check(path, name)
         with mapping_guard(module, file):
             info = check_control_vector(file, model.architecture, model.n_layer, model.n_embd)
         name = self._free(info.name if name is None else name)
@@ -316,7 +316,7 @@ class ModelAdapters:
         self._add(vector)
         return vector
 
-    def _checked(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
+    def _check(self, path: str | os.PathLike[str], name: str | None) -> tuple[Path, Any]:
         """Return the checked path and the model's handle. Raises as a load does."""
         if name is not None:
             check_adapter_name(name)
@@ -356,7 +356,7 @@ class ModelAdapters:
             if part is not None:
                 part.forget()
 
-    def named(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
+    def select(self, adapters: Iterable[AnyAdapter | str]) -> list[AnyAdapter]:
         """Return the adapters that ``Engine(adapters=…)`` holds or names. Raises TypeError, InvalidRequestError."""
         if isinstance(adapters, (str, Named)) or not isinstance(adapters, Iterable):
             raise TypeError(f"adapters must be a list of adapters or names, not {type(adapters).__name__}")

@@ -84,7 +84,7 @@ def fim_room(n_ctx: int, n_new: int | None) -> int:
     same room, so they share a prefix.
     """
     step = _step(n_ctx)
-    return n_ctx - min(_rounded_up(max(n_ctx // 4 if n_new is None else n_new, 1), step), n_ctx // 2)
+    return n_ctx - min(_round_up(max(n_ctx // 4 if n_new is None else n_new, 1), step), n_ctx // 2)
 
 
 def fim_prompt(vocab: Vocab, text: FimText, n_max: int | None = None) -> FimPrompt:
@@ -131,15 +131,17 @@ def _around_files(vocab: Vocab, fim: FimTokens, text: FimText) -> tuple[list[int
         return [], []
     head = [] if fim.repository is None else [fim.repository, *vocab.tokenize(_PROJECT, add_special=False)]
     name = _THIS_FILE if text.filename is None else text.filename
-    return head, [] if fim.file is None else _named(vocab, fim.file, name)
+    return head, [] if fim.file is None else _file_head(vocab, fim.file, name)
 
 
 def _other_file(vocab: Vocab, fim: FimTokens, name: str, text: str) -> list[int]:
-    start = vocab.tokenize(_SNIPPET, add_special=False) if fim.file is None else _named(vocab, fim.file, name)
+    start = (
+        vocab.tokenize(_SNIPPET, add_special=False) if fim.file is None else _file_head(vocab, fim.file, name)
+    )
     return start + vocab.tokenize(text, add_special=False)
 
 
-def _named(vocab: Vocab, file: int, name: str) -> list[int]:
+def _file_head(vocab: Vocab, file: int, name: str) -> list[int]:
     return [file, *vocab.tokenize(f"{name}\n", add_special=False)]
 
 
@@ -148,7 +150,7 @@ def _step(n: int) -> int:
     return max(min(_STEP, n // _STEPS), 1)
 
 
-def _rounded_up(n: int, step: int) -> int:
+def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
@@ -157,19 +159,19 @@ def _cut(
 ) -> tuple[list[int], list[int], list[list[int]], bool]:
     """Return the tokens that fit into ``room``: before the gap, after it, other files; and whether text was cut."""
     most = room * _MOST_CHARACTERS
-    start = _rounded_up(max(len(text.prefix) - most, 0), step * _MOST_CHARACTERS)
+    start = _round_up(max(len(text.prefix) - most, 0), step * _MOST_CHARACTERS)
     before = vocab.tokenize(text.prefix[start:], add_special=False)
     after = vocab.tokenize(text.suffix[:most], add_special=False)
     is_cut = start > 0 or len(text.suffix) > most
     # Each number changes only when a text has grown by a step, not with each keystroke.
     n_after = min(
-        _rounded_up(len(after), step), max(room // _SUFFIX_SHARE, room - _rounded_up(len(before), step))
+        _round_up(len(after), step), max(room // _SUFFIX_SHARE, room - _round_up(len(before), step))
     )
     is_cut |= len(after) > n_after
     del after[n_after:]
-    n_dropped = min(_rounded_up(max(len(before) - (room - n_after), 0), step), len(before))
+    n_dropped = min(_round_up(max(len(before) - (room - n_after), 0), step), len(before))
     is_cut |= n_dropped > 0
-    n_left = room - n_after - _rounded_up(len(before) - n_dropped, step)
+    n_left = room - n_after - _round_up(len(before) - n_dropped, step)
     del before[:n_dropped]
     files: list[list[int]] = []
     for name, content in reversed(text.extra):

@@ -146,9 +146,9 @@ class _Sizes:
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, n_layer: int, n_embd: int) -> None:
         self._metadata, self._arch, self._n_all, self._n_embd = metadata, arch, n_layer, n_embd
-        self._n_own = n_layer - self._one("nextn_predict_layers")  # the other layers only draft
+        self._n_own = n_layer - self._first("nextn_predict_layers")  # the other layers only draft
 
-    def _one(self, key: str, default: int = 0) -> int:
+    def _first(self, key: str, default: int = 0) -> int:
         value = self._metadata.get(f"{self._arch}.{key}", default)
         return int(value[0]) if isinstance(value, Sequence) and not isinstance(value, str) else int(value)
 
@@ -170,7 +170,7 @@ class _Sizes:
         for i in attending:
             swa = "_swa" if windows[i] else ""
             key, value = (
-                self._one(f"attention.{name}_length{swa}", self._one(f"attention.{name}_length", head))
+                self._first(f"attention.{name}_length{swa}", self._first(f"attention.{name}_length", head))
                 for name in ("key", "value")
             )
             cells[windows[i]] += heads_kv[i] * (key * bytes_k + value * bytes_v * has_values)
@@ -184,9 +184,9 @@ class _Sizes:
         n_values = 0
         for i in range(self._n_own, self._n_all):
             head = self._n_embd // heads[i] if heads[i] else 0
-            key, value = (self._one(f"attention.{name}_length", head) for name in ("key", "value"))
+            key, value = (self._first(f"attention.{name}_length", head) for name in ("key", "value"))
             n_values += heads_kv[i] * (key + value * stores_values(self._metadata))
-            n_values += _INDEX_ROWS.get(self._arch, 0) * self._one("attention.indexer.key_length")
+            n_values += _INDEX_ROWS.get(self._arch, 0) * self._first("attention.indexer.key_length")
         return int(n_values * TYPE_BYTES["f16"])
 
     def _has(self, key: str) -> bool:
@@ -195,7 +195,7 @@ class _Sizes:
     def _windows(self, heads_kv: list[int]) -> tuple[list[bool], int]:
         """Return which layers have a sliding window, and its size in tokens."""
         arch, key = self._arch, "attention.sliding_window_pattern"
-        n = self._one("attention.sliding_window", {"gemma2": 4096, "llama4": 8192}.get(arch, 0))
+        n = self._first("attention.sliding_window", {"gemma2": 4096, "llama4": 8192}.get(arch, 0))
         if arch == "lfm2":
             return [n > 0 and heads > 0 for heads in heads_kv], n
         group = (_WINDOWS | _WINDOWS_LAST).get(arch, 0)
@@ -224,7 +224,7 @@ class _Sizes:
             if self._has("attention.recurrent_layers"):
                 keeps = [bool(value) for value in self._each("attention.recurrent_layers")]
             else:
-                group = self._one("full_attention_interval", 4)
+                group = self._first("full_attention_interval", 4)
                 keeps = [(i + 1) % group != 0 for i in whole]
             return [i for i in own if keeps[i]], [i for i in own if not keeps[i]]
         if arch in _ATTENDS_WITH_HEADS:
@@ -233,7 +233,7 @@ class _Sizes:
             return recurrent, [i for i in whole if i not in recurrent and ffn[i] == 0]
         n_with_cells = {
             "gemma3n": 20,
-            "gemma4": self._n_all - self._one("attention.shared_kv_layers"),
+            "gemma4": self._n_all - self._first("attention.shared_kv_layers"),
         }.get(arch, self._n_all)
         n_own = self._n_own if self._n_own > 0 else self._n_all
         return [], list(range(min(n_own, n_with_cells)))
@@ -241,18 +241,18 @@ class _Sizes:
     def _state(self, n_head: int) -> int:
         """Return the number of values in a layer's state."""
         n_embd = self._n_embd
-        if head := self._one("wkv.head_size"):
-            return n_embd * (self._one("token_shift_count", 2) + head)
-        if n_conv := self._one("shortconv.l_cache"):
+        if head := self._first("wkv.head_size"):
+            return n_embd * (self._first("token_shift_count", 2) + head)
+        if n_conv := self._first("shortconv.l_cache"):
             return n_embd * (n_conv - 1)
-        n_before = max(self._one("ssm.conv_kernel") - 1, 0)
-        if head := self._one("kda.head_dim"):
+        n_before = max(self._first("ssm.conv_kernel") - 1, 0)
+        if head := self._first("kda.head_dim"):
             return 3 * (n_before or 3) * n_head * head + head * head * n_head
         if self._arch == "minimax-01":
-            head = self._one("attention.key_length", n_embd // n_head)
+            head = self._first("attention.key_length", n_embd // n_head)
             return head * head * n_head
-        inner, size = self._one("ssm.inner_size"), self._one("ssm.state_size")
-        n_groups = 0 if self._arch in ("mamba", "jamba") else self._one("ssm.group_count")
+        inner, size = self._first("ssm.inner_size"), self._first("ssm.state_size")
+        n_groups = 0 if self._arch in ("mamba", "jamba") else self._first("ssm.group_count")
         return n_before * (inner + 2 * n_groups * size) + size * inner
 
 

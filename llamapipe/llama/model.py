@@ -25,13 +25,13 @@ from llamapipe.host.cpu_load import mark_cores
 from llamapipe.host.memory import free_memory, return_freed_memory
 from llamapipe.llama._loading import Progress, is_loading, load, mapping_guard
 from llamapipe.llama._overrides import (
-    checked_kv,
+    check_kv,
+    kv_text,
     log_placement,
     n_cpu_expert_layers,
     native_kv,
     native_placement,
-    placed_tensors,
-    shown_kv,
+    place_tensors,
 )
 from llamapipe.llama.adapter import Adapter, ControlVector, ModelAdapters, local_file
 from llamapipe.llama.devices import Device, check_rpc, device_list, shares_of_devices, used_devices
@@ -196,12 +196,12 @@ class Model(Owner):
         if folder is not None:
             _check_packed_folder(kernels=kernels, use_mmap=mapped, use_mlock=locked)
         self._given_template = None if chat_template is None else template_text(chat_template)
-        second = _given_mmproj(mmproj)
+        second = _check_mmproj(mmproj)
         if self.vocab_only and second not in ("auto", None):
             raise ValueError(
                 "mmproj is given, and vocab_only loads no weights that could use it; give one of them"
             )
-        self._kv_overrides = checked_kv(kv_overrides)
+        self._kv_overrides = check_kv(kv_overrides)
         limits = _image_limits(image_min_tokens, image_max_tokens)
         if rpc is not None:
             check_rpc(split, n_layers, self.vocab_only)
@@ -209,7 +209,7 @@ class Model(Owner):
         # 3. Check the file before llama.cpp reads it.
         mark_cores()
         self._native = native()
-        info = self._checked_file()
+        info = self._check_file()
         self.architecture = info.architecture
         self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in info.tensors}
         # Includes arrays, which `metadata` lacks.
@@ -229,7 +229,7 @@ class Model(Owner):
             # Native memory that must stay alive until load() returns.
             keep = [device_list(ffi, devices, far), shares, overrides]
             params.devices, params.tensor_split = keep[:2]
-            placed = placed_tensors(info, tensor_placement, n_cpu_moe, devices)
+            placed = place_tensors(info, tensor_placement, n_cpu_moe, devices)
             if placed:
                 places = native_placement(ffi, lib, placed)
                 params.tensor_buft_overrides = places[0]
@@ -248,7 +248,7 @@ class Model(Owner):
             self.close()
             raise
 
-    def _checked_file(self) -> GgufInfo:
+    def _check_file(self) -> GgufInfo:
         """Check the file and return its facts. Raises ModelLoadError if llama.cpp must not read it, OSError."""
         from llamapipe.gguf.check import check_gguf
 
@@ -594,7 +594,7 @@ class Model(Owner):
         for i in range(lib.llama_model_meta_count(self.handle)):
             key = _text(ffi, partial(lib.llama_model_meta_key_by_index, self.handle, i))
             metadata[key] = _text(ffi, partial(lib.llama_model_meta_val_str_by_index, self.handle, i))
-        return metadata | {key: shown_kv(value) for key, value in self._kv_overrides.items()}
+        return metadata | {key: kv_text(value) for key, value in self._kv_overrides.items()}
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -810,7 +810,7 @@ def _check_packed_folder(*, kernels: str, use_mmap: bool, use_mlock: bool) -> No
             raise ValueError(f"packed_cache maps packed weights, which {option} does not allow")
 
 
-def _given_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
+def _check_mmproj(value: str | os.PathLike[str] | bool | None) -> Path | Literal["auto", True] | None:
     """Return the checked ``mmproj``; a file becomes a path. Raises TypeError, ValueError, and as ``hub.model_file``."""
     if value is None or value is False or value == "off":
         return None

@@ -98,7 +98,7 @@ class SamplerChain(Owner):
         self.has_grammar = self._options.struct.grammar != self._native.ffi.NULL
         handle = self._lib.lp_sampler_new(vocab.handle, self.seed, self._options.struct)
         if handle == self._native.ffi.NULL:
-            self._refused("; the log llamapipe.native says where")
+            self._refuse("; the log llamapipe.native says where")
         self._handle = handle
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ class SamplerChain(Owner):
         """
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_grammar(self.handle, len(ids), ids) < 0:
-            self._refused()
+            self._refuse()
 
     def accept_reasoning(self, tokens: Iterable[SupportsIndex]) -> None:
         """Count the answer's tokens so far towards the limit of reasoning."""
@@ -181,7 +181,7 @@ class SamplerChain(Owner):
         """Accept drawn tokens for penalties, grammar and reasoning, and count them. Raises ValueError."""
         ids = check_tokens("tokens", tokens, self.n_vocab)
         if self._lib.lp_sampler_accept_drawn(self.handle, len(ids), ids) < 0:
-            self._refused()
+            self._refuse()
 
     def reset(self) -> None:
         """Forget the accepted tokens; the generator continues."""
@@ -305,7 +305,7 @@ class SamplerChain(Owner):
                 return NoToken.SAMPLER_FAILED
         return token
 
-    def _refused(self, more: str = "") -> NoReturn:
+    def _refuse(self, more: str = "") -> NoReturn:
         reason = last_error(self._native)
         raise MemoryError(reason) if "bad_alloc" in reason else ValueError(f"{reason}{more}")
 

@@ -167,8 +167,8 @@ class Vocab(NotCopyable):
             return [*before, *self._word_piece.tokenize(text), *after]
         parts = list(self._parts(text)) if self._is_spm and len(text) > _PART else [text]
         if len(parts) == 1:
-            return self._tokenized(data, with_special, parse)
-        return self._joined(parts, with_special, parse)
+            return self._tokenize(data, with_special, parse)
+        return self._tokenize_parts(parts, with_special, parse)
 
     def _parts(self, text: str) -> Iterator[str]:
         """Split a text for llama.cpp's SPM tokenizer, whose time is quadratic in the number of unknown characters.
@@ -196,13 +196,13 @@ class Vocab(NotCopyable):
         after, never = (re.escape("".join(sorted(characters))) for characters in (ends, inside))
         return re.compile(f"(?<![\\s{after}])[^\\s{never}]")
 
-    def _joined(self, parts: list[str], with_special: bool, parse: bool) -> list[int]:
+    def _tokenize_parts(self, parts: list[str], with_special: bool, parse: bool) -> list[int]:
         """Return the tokens of a text in parts, without the space that llama.cpp may add before each."""
-        single, double = (self._tokenized((n * parts[1][0]).encode(), False, False) for n in (1, 2))
+        single, double = (self._tokenize((n * parts[1][0]).encode(), False, False) for n in (1, 2))
         n_before = 2 * len(single) - len(double)
-        tokens = self._tokenized(parts[0].encode(), False, parse)
+        tokens = self._tokenize(parts[0].encode(), False, parse)
         for part in parts[1:]:
-            tokens += self._tokenized(part.encode(), False, parse)[n_before:]
+            tokens += self._tokenize(part.encode(), False, parse)[n_before:]
         if not with_special:
             return tokens
         before, after = self._around
@@ -210,7 +210,7 @@ class Vocab(NotCopyable):
             before = []
         return [*before, *tokens, *after]
 
-    def _tokenized(self, data: bytes, with_special: bool, parse: bool) -> list[int]:
+    def _tokenize(self, data: bytes, with_special: bool, parse: bool) -> list[int]:
         """Return the tokens that llama.cpp makes."""
         ffi, lib = self._native.ffi, self._native.lib
         n_max = len(data) + 8
@@ -248,7 +248,7 @@ class Vocab(NotCopyable):
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
-        plain, whole = self._tokenized(b"a", False, False), self._tokenized(b"a", True, False)
+        plain, whole = self._tokenize(b"a", False, False), self._tokenize(b"a", True, False)
         start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 

@@ -232,7 +232,7 @@ class ModelChat:
         """
         text = self.choose(self._name)
         if text not in self._compiled:
-            self._compiled[text] = self._model.chat_prompts.compiled(text, strips_bos=False)
+            self._compiled[text] = self._model.chat_prompts.compile(text, strips_bos=False)
         return self._compiled[text].render(
             messages, continue_last=not add_generation_prompt, template_args=self._arguments
         )

@@ -136,7 +136,9 @@ class Given(NamedTuple):
         Raises InvalidRequestError, TypeError, ImportError without Pillow.
         """
         content = self.content()
-        image = _decoded(self.place, content) if isinstance(content, bytes) else _as_rgb(self.place, content)
+        image = (
+            _decode_image(self.place, content) if isinstance(content, bytes) else _as_rgb(self.place, content)
+        )
         _check_size(self.place, image.shape[1], image.shape[0])
         return np.ascontiguousarray(image)
 
@@ -165,7 +167,7 @@ class Given(NamedTuple):
                 "(--max-sound): cut it into parts"
             )
         if own != rate:
-            sound = _resampled(sound, own / rate, max(round(len(sound) * rate / own), 1))
+            sound = _resample(sound, own / rate, max(round(len(sound) * rate / own), 1))
         return np.ascontiguousarray(sound, np.float32)
 
 
@@ -180,7 +182,7 @@ def _check_size(place: str, width: int, height: int) -> None:
         )
 
 
-def _decoded(place: str, data: bytes) -> npt.NDArray[np.uint8]:
+def _decode_image(place: str, data: bytes) -> npt.NDArray[np.uint8]:
     try:
         from PIL import Image
     except ImportError:
@@ -317,7 +319,7 @@ def _wave(place: str, data: bytes) -> tuple[npt.NDArray[np.float32], int]:
     return values.reshape(-1, n_channels).mean(1, dtype=np.float32), rate
 
 
-def _resampled(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
+def _resample(samples: npt.NDArray[np.float32], step: float, n: int) -> npt.NDArray[np.float32]:
     """Return ``n`` values, interpolated linearly between the samples at multiples of ``step``.
 
     Works in blocks, because numpy's float64 intermediates would need several times the memory of the sound.
@@ -373,7 +375,7 @@ def path_below(place: str, name: str, folder: Path | None) -> Path:
 
 
 # ---- the parts of messages
-def given_in(part: Mapping[str, Any], place: str) -> Given | None:
+def media_in(part: Mapping[str, Any], place: str) -> Given | None:
     """Return the image or sound in a part of a message, in our form or OpenAI's; None for other parts.
 
     In our form, a str may also be a path. OpenAI's form has data URLs and base64 only. Raises InvalidRequestError,

@@ -66,7 +66,7 @@ class BackendPackage:
         )
 
 
-def installed() -> list[BackendPackage]:
+def installed_packages() -> list[BackendPackage]:
     """Return the backend packages on Python's search path; none on systems where llama.cpp cannot load them."""
     if sys.platform == "win32":
         return []
@@ -79,7 +79,9 @@ def usable(core: Mapping[str, Any]) -> list[BackendPackage]:
 
     Raises BackendError if a package was built from another llama.cpp or is damaged.
     """
-    packages = [package for package in installed() if package.backend not in core.get("backends", ())]
+    packages = [
+        package for package in installed_packages() if package.backend not in core.get("backends", ())
+    ]
     for package in packages:
         if problem := package.problem(core):
             raise BackendError(problem)

@@ -18,7 +18,7 @@ from typing import Any
 
 from llamapipe.errors import BackendError
 from llamapipe.locks import Lock
-from llamapipe.native.backend_packages import BackendPackage, installed, usable
+from llamapipe.native.backend_packages import BackendPackage, installed_packages, usable
 
 _PACKAGE = Path(__file__).parents[1]
 LIB_DIR = Path(__file__).parent / "lib"
@@ -49,7 +49,7 @@ def build_info() -> dict[str, Any]:
 
 def has_gpu_backend() -> bool:
     """Return whether this build or an installed package has a backend other than the CPU. Loads nothing."""
-    return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed())
+    return any(name != "cpu" for name in build_info().get("backends", ())) or bool(installed_packages())
 
 
 def native() -> Any:
@@ -87,11 +87,11 @@ def missing_features(required: Iterable[str], cpuinfo: str = "/proc/cpuinfo") ->
 
     The list is empty if the system does not report features (macOS, some containers). Takes about 0.1 ms.
     """
-    listed = _listed(cpuinfo)
+    listed = _cpu_features(cpuinfo)
     return [] if listed is None else sorted(set(required) - listed)
 
 
-def _listed(cpuinfo: str) -> set[str] | None:
+def _cpu_features(cpuinfo: str) -> set[str] | None:
     """Return the features of the first core; None if they cannot be read."""
     text = b""
     try:
@@ -145,7 +145,7 @@ def _load() -> Any:
         with _library_folder():
             _native: Any = import_module("llamapipe.native._native")
     except ImportError as e:
-        if (installed := _shadowed()) is not None:
+        if (installed := _shadowed_folder()) is not None:
             raise BackendError(
                 f"llamapipe was imported from {_PACKAGE.parent}, a source tree without a native module that shadows "
                 f"the installation in {installed}; start Python in another folder, or build in the source tree: "
@@ -187,7 +187,7 @@ def _load_package(module: Any, package: BackendPackage) -> None:
     logger.warning("the backend of %s %s is not used: %s", package.name, package.version, reason)
 
 
-def _shadowed() -> Path | None:
+def _shadowed_folder() -> Path | None:
     """Return the folder of an installed llamapipe with a native module that this package shadows, or None."""
     for entry in sys.path:
         package = Path(entry or ".").resolve() / "llamapipe"

@@ -134,19 +134,19 @@ class StepOutput(NotCopyable):
     @property
     def number(self) -> int:
         """The step's number in its pipeline, from 0."""
-        return int(self._pipeline.native.lib.lp_step_number(self._held().native))
+        return int(self._pipeline.native.lib.lp_step_number(self._live_handle().native))
 
     @property
     def ready(self) -> bool:
         """Whether a read would return or raise without waiting. Never blocks."""
-        return bool(self._pipeline.native.lib.lp_step_ready(self._held().native))
+        return bool(self._pipeline.native.lib.lp_step_ready(self._live_handle().native))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the step is computed.
 
         Raises the step's own error, or TimeoutError after ``timeout`` seconds; the step then continues.
         """
-        handle = self._held()
+        handle = self._live_handle()
         timeout_ns = -1
         if timeout is not None:
             timeout_ns = int(min(check_float("timeout", timeout, 0, float("inf")), _LONGEST_S) * 1e9)
@@ -176,7 +176,7 @@ class StepOutput(NotCopyable):
         self.release()
 
     # ---- inside
-    def _held(self) -> _Handle:
+    def _live_handle(self) -> _Handle:
         handle = self._handle
         if handle is None:
             raise EngineClosedError("this output was released; read it before release()")
@@ -198,13 +198,13 @@ class StepOutput(NotCopyable):
         rows = self._rows
         if rows is not None:
             return rows
-        handle = self._held()
+        handle = self._live_handle()
         lib, ffi = self._pipeline.native.lib, self._pipeline.native.ffi
         lib.lp_step_wait(handle.native, -1)
         self._check(handle)
         with self._lock:
             if self._handle is not handle:  # released in the meantime
-                self._held()
+                self._live_handle()
             if self._rows is None:
                 self._rows = self._expose(handle, lib, ffi)
             return self._rows

@@ -266,7 +266,7 @@ def _draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
         colour = _COLOURS[span.step % len(_COLOURS)] if span.step >= 0 else _NO_STEP
         parts.append(
             f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" rx="2" fill="{colour}">'
-            f"<title>{escape(_about(span))}</title></rect>"
+            f"<title>{escape(_title(span))}</title></rect>"
         )
         if span.step >= 0 and width > 9 * len(str(span.step)) + 4:
             parts.append(
@@ -276,7 +276,7 @@ def _draw(spans: Sequence[Span], lanes: Sequence[str], title: str = "") -> str:
     return "\n".join(parts) + "\n"
 
 
-def _about(span: Span) -> str:
+def _title(span: Span) -> str:
     text = span.stage if span.step < 0 else f"{span.stage} of step {span.step}"
     text += f": {(span.end_s - span.begin_s) * 1e6:.1f} µs"
     if span.n_tokens:

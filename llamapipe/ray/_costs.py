@@ -202,7 +202,7 @@ class PrefixCosts(Generic[R]):
         n_others = max(n_queued - self._n_running.get(replica, 0), 0)
         return unmatched + self._load.get(replica, 0) + n_others * self._request_bytes
 
-    def ranked(
+    def rank(
         self, replicas: Iterable[R], n_bytes: int, chunks: Sequence[int], n_queued: Mapping[R, int]
     ) -> list[R]:
         """Rank replicas, the cheapest first; among equals, by fewer requests, then by the given order."""
@@ -227,7 +227,7 @@ class PrefixCosts(Generic[R]):
         while len(known) > self._most_chunks:
             known.popitem(last=False)
 
-    def accepted(self, request: str, replica: R) -> None:
+    def record_accepted(self, request: str, replica: R) -> None:
         """Record which replica got a request. Requests that have ended or were never recorded are ignored."""
         routed = self._routed.get(request)
         if routed is not None and routed.replica != replica:

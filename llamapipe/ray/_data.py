@@ -20,10 +20,10 @@ import pyarrow as arrow
 
 from llamapipe._messages import listed, quoted
 from llamapipe.arguments import check_int
-from llamapipe.jobs.answers import Answerer, RecordResult, check_template, filled
+from llamapipe.jobs.answers import Answerer, RecordResult, check_template, fill
 from llamapipe.jobs.records import Record
 from llamapipe.params import SamplingParams
-from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, range_of, ray, reserved
+from llamapipe.ray._spec import EngineSpec, cores_of_actor, n_sharing, range_of, ray, reservation
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -132,12 +132,12 @@ class RowFormat:
         try:
             options = {} if self.options is None else _options(row[self.options])
             if self.is_template:
-                return Record(index, {"prompt": filled(str(self.prompt), row), **options})
+                return Record(index, {"prompt": fill(str(self.prompt), row), **options})
             if self.prompt is not None:
                 if row[self.prompt] is None:
                     raise ValueError(f"the column {quoted(self.prompt)} is null")
                 return Record(index, {"prompt": row[self.prompt], **options})
-            messages = _loaded(row[str(self.messages)])
+            messages = _load_json(row[str(self.messages)])
             if messages is None:
                 raise ValueError(f"the column {quoted(self.messages)} is null")
             return Record(index, {"messages": _without_nulls(messages), **options})
@@ -170,13 +170,13 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _loaded(value: object) -> Any:
+def _load_json(value: object) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
 def _options(value: object) -> dict[str, Any]:
     """Return the options of a row. Every row of a table has every field, so a null means that an option is not set."""
-    options = _loaded(value)
+    options = _load_json(value)
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -228,7 +228,7 @@ class Completer:
             raise TypeError(f"spec must be an EngineSpec, not {type(spec).__name__}")
         self._format = RowFormat(prompt, messages, options, params or SamplingParams(), prefix)
         self._undo = ExitStack()
-        self.engine = self._undo.enter_context(spec.opened(cores_of_actor(num_cpus, n_sharing)))
+        self.engine = self._undo.enter_context(spec.open(cores_of_actor(num_cpus, n_sharing)))
         self._answerer = Answerer(self.engine, self._format.params)
 
     def __repr__(self) -> str:
@@ -315,7 +315,7 @@ def complete(
     n_rows = max(_ROWS_PER_TASK, spec.n_seq_max)
     if rows_per_task is not None:
         n_rows = check_int("rows_per_task", rows_per_task, 1, 2**31 - 1)
-    resources = reserved(num_cpus, num_gpus)
+    resources = reservation(num_cpus, num_gpus)
     if id is not None and not isinstance(id, str):
         raise TypeError(f"id must be the name of a column, not {type(id).__name__}")
     schema = ds.schema(fetch_if_missing=False)
@@ -337,13 +337,13 @@ def complete(
         "num_cpus": num_cpus,
         "n_sharing": n_sharing(library, most),
     }
-    out = mapped(ds, Completer, arguments, n_rows, (least, most), resources)
+    out = map_rows(ds, Completer, arguments, n_rows, (least, most), resources)
     if config is not None:
         out.context.checkpoint_config = config
     return out
 
 
-def mapped(
+def map_rows(
     ds: Dataset,
     kind: type[Completer],
     arguments: Mapping[str, object],

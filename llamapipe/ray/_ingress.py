@@ -42,7 +42,7 @@ class Ingress:
         try:
             forwarded = await self._read(request)
             answer = self._replicas.options(stream=True).http.remote(forwarded)
-            return await self._relayed(aiter(answer), dialect)
+            return await self._relay(aiter(answer), dialect)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as e:
@@ -72,7 +72,7 @@ class Ingress:
             b"".join(parts),
         )
 
-    async def _relayed(self, messages: AsyncIterator[list[dict[str, Any]]], dialect: Dialect) -> Response:
+    async def _relay(self, messages: AsyncIterator[list[dict[str, Any]]], dialect: Dialect) -> Response:
         """Return the answer once it has begun."""
         begun = await anext(messages)
         start, rest = begun[0], begun[1:]
@@ -80,9 +80,9 @@ class Ingress:
         headers = [(name, value) for name, value in start["headers"] if name != b"x-request-id"]
         is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
         if not is_stream:
-            body = _joined(rest)
+            body = _join(rest)
             async for more in messages:
-                body += _joined(more)
+                body += _join(more)
             answer = Response(body, start["status"])
         else:
             answer = StreamingResponse(_events(rest, messages, dialect), start["status"])
@@ -95,10 +95,10 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream; the last one is an error if the replica dies."""
     if first:
-        yield _joined(first)
+        yield _join(first)
     try:
         async for more in messages:
-            if part := _joined(more):
+            if part := _join(more):
                 yield part
     except Exception as e:
         _log.exception("a stream ended early")
@@ -106,7 +106,7 @@ async def _events(
         yield event(error.body(dialect), "error" if dialect == "anthropic" else None)
 
 
-def _joined(messages: list[dict[str, Any]]) -> bytes:
+def _join(messages: list[dict[str, Any]]) -> bytes:
     return b"".join(message.get("body", b"") for message in messages)
 
 

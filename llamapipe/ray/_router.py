@@ -59,18 +59,18 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         chunks = chunks_of(prompt, owner)
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         n_queued = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
-        ranked = self._costs.ranked(by_id, len(prompt), chunks, n_queued)
+        ranked = self._costs.rank(by_id, len(prompt), chunks, n_queued)
         if pending_request is not None and ranked:
             # Recorded now: the costs of concurrent requests must include each other.
             self._costs.route(pending_request.metadata.internal_request_id, ranked[0], len(prompt), chunks)
-            pending_request.future.add_done_callback(partial(self._cancelled, pending_request))
+            pending_request.future.add_done_callback(partial(self._finish_if_cancelled, pending_request))
             # If no replica can take the request now, all replicas are tried again a little later.
             pending_request.routing_context.should_backoff = True
         return [[by_id[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Record which replica got the request."""
-        self._costs.accepted(pending_request.metadata.internal_request_id, replica_id)
+        self._costs.record_accepted(pending_request.metadata.internal_request_id, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record that the replica has finished a request or failed."""
@@ -86,6 +86,6 @@ class PrefixCostRouter(RequestRouter):  # type: ignore[misc]
         super().on_replica_actor_died(replica_id)
         self._costs.keep(name for name in self.curr_replicas if name != replica_id)
 
-    def _cancelled(self, pending_request: PendingRequest, future: asyncio.Future[Any]) -> None:
+    def _finish_if_cancelled(self, pending_request: PendingRequest, future: asyncio.Future[Any]) -> None:
         if future.cancelled():
             self._costs.finish(pending_request.metadata.internal_request_id)

@@ -20,7 +20,7 @@ from llamapipe.ray._spec import (
     n_sharing,
     range_of,
     ray,
-    reserved,
+    reservation,
 )
 from llamapipe.results import ChatCompletion, ChatDelta, Completion, Delta
 from llamapipe.server.settings import ServerSettings
@@ -50,7 +50,7 @@ class EngineReplica:
         from llamapipe.server import app
 
         self._undo = ExitStack()
-        self.engine = self._undo.enter_context(spec.opened(cores_of_actor(num_cpus, n_sharing)))
+        self.engine = self._undo.enter_context(spec.open(cores_of_actor(num_cpus, n_sharing)))
         prepare_vocabulary(self.engine.model.vocab)
         self._app = app(self.engine, settings)
 
@@ -185,7 +185,7 @@ def deployment(
     if settings is not None and not isinstance(settings, ServerSettings):
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     least, most = range_of("replicas", replicas, 0)
-    actor = reserved(num_cpus, num_gpus)
+    actor = reservation(num_cpus, num_gpus)
     n_at_once = 4 * spec.n_seq_max
     if max_ongoing_requests is not None:
         n_at_once = check_int("max_ongoing_requests", max_ongoing_requests, 1, 2**31 - 1)

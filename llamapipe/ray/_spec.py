@@ -59,7 +59,7 @@ def range_of(name: str, value: int | tuple[int, int], low: int) -> tuple[int, in
     return least, most
 
 
-def reserved(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
+def reservation(num_cpus: float | None, num_gpus: float | None) -> dict[str, float]:
     """Return Ray's options for the CPUs and GPUs of an actor. Raises TypeError, ValueError."""
     values = (("num_cpus", num_cpus, 4096.0), ("num_gpus", num_gpus, 1024.0))
     return {name: check_float(name, n, 0.0, most) for name, n, most in values if n is not None}
@@ -115,7 +115,7 @@ class EngineSpec:
                     )
             object.__setattr__(self, options, dict(values))
         for files in ("adapters", "control_vectors"):
-            object.__setattr__(self, files, _checked_files(files, getattr(self, files)))
+            object.__setattr__(self, files, _check_files(files, getattr(self, files)))
         if both := self.adapters.keys() & self.control_vectors.keys():
             raise ValueError(f"{quoted(min(both))} is the name of an adapter and of a control vector")
 
@@ -139,7 +139,7 @@ class EngineSpec:
         return model_file(reference.repo_id, reference.filename, progress=False)
 
     @contextmanager
-    def opened(self, n_cores: int | None = None) -> Iterator[Engine]:
+    def open(self, n_cores: int | None = None) -> Iterator[Engine]:
         """Open an engine in this process until the block ends. Raises what ``Model`` and ``Engine`` raise.
 
         ``n_cores``: this process computes on at most this many cores; None: all that it may use. The option
@@ -168,7 +168,7 @@ def _is_activated(file: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _checked_files(kind: str, by_name: object) -> dict[str, str]:
+def _check_files(kind: str, by_name: object) -> dict[str, str]:
     """Return the files of adapters by name, after checking both. Raises TypeError, ValueError."""
     if not isinstance(by_name, Mapping):
         raise TypeError(f"{kind} must be a mapping from names to files, not {type(by_name).__name__}")

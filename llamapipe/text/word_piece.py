@@ -38,7 +38,7 @@ class WordPiece:
         self._longest = max(map(len, pieces), default=0)
         self._unknown = unknown
         self._lowercase, self._strips = lowercase, strip_accents
-        self._spaced = _Replacements(_spaced)
+        self._spaced = _Replacements(_space)
         self._split = _Replacements(lambda character: _split(character, strip_accents))
         self._words: dict[str, tuple[int, ...]] = {}
 
@@ -49,7 +49,7 @@ class WordPiece:
         """Return the token ids of a text, without special tokens."""
         tokens: list[int] = []
         words = self._words
-        for word in self._normalized(text).split(" "):
+        for word in self._normalize(text).split(" "):
             if word:
                 ids = words.get(word)
                 if ids is None:
@@ -59,7 +59,7 @@ class WordPiece:
                 tokens += ids
         return tokens
 
-    def _normalized(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         text = text.translate(self._spaced)
         if self._strips:
             text = unicodedata.normalize("NFD", text)
@@ -96,7 +96,7 @@ class _Replacements(dict[int, "str | None"]):
         return replacement
 
 
-def _spaced(character: str) -> str | None:
+def _space(character: str) -> str | None:
     """Return the text for a character, or None to remove it: a control, format or private-use character, or U+FFFD.
 
     Every kind of space becomes " ". A Chinese character gets spaces around it, so that it becomes a word.

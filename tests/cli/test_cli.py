@@ -20,7 +20,7 @@ from support.screen import Screen, run_in_terminal
 import llamapipe as lp
 from llamapipe.cli import _parser, main
 from llamapipe.cli.options import ENGINE, MODEL, SAMPLING, TEXTS
-from llamapipe.cli.serve import _served
+from llamapipe.cli.serve import _open_served
 from llamapipe.structured import compile as grammars
 
 PACKAGE = Path(lp.__file__).parent
@@ -629,7 +629,7 @@ def test_a_server_is_prepared_for_grammars(monkeypatch: pytest.MonkeyPatch) -> N
     def read(*_: object) -> None:
         raise AssertionError("a request has to read the vocabulary")
 
-    with _served(_parser().parse_args(["serve", "--n-ctx", "128"])) as (engine, _):
+    with _open_served(_parser().parse_args(["serve", "--n-ctx", "128"])) as (engine, _):
         assert engine is not None
         monkeypatch.setattr(grammars, "GrammarTokenizer", read)
         out = engine.generate("Count:", lp.SamplingParams(max_tokens=4, regex=" [0-9]+"))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import llamapipe as lp
-from llamapipe.fleet._totals import Totals, add_families, labelled
-from llamapipe.fleet.placement import free_gpu_memory, gpu_names, placed
+from llamapipe.fleet._totals import Totals, add_families, with_labels
+from llamapipe.fleet.placement import free_gpu_memory, gpu_names, place_on_gpus
 from llamapipe.fleet.supervisor import Backoff
 from llamapipe.host.cores import CoreShare
 from llamapipe.native.load import has_gpu_backend
@@ -66,8 +66,8 @@ class TestMetrics:
 
     def test_no_counter_falls_when_a_process_ends(self) -> None:
         totals = Totals(0)
-        totals.keep(labelled(families(4, 0.9, 15), model="a"), [])
-        live = labelled(families(1, 0.5, 20), model="b")
+        totals.keep(with_labels(families(4, 0.9, 15), model="a"), [])
+        live = with_labels(families(1, 0.5, 20), model="b")
         for _ in range(2):  # asking changes nothing
             samples = {family.name: family.samples for family in totals.with_live([live])}
             steps = [sample for sample in samples["steps"] if sample[0] == "steps_total"]
@@ -105,15 +105,16 @@ class TestPlacement:
         ],
     )
     def test_gpus_are_divided_or_shared(self, n: int, gpus: str, expected: list[str]) -> None:
-        placements = placed(self.SHARES[:n], list(gpus))
+        placements = place_on_gpus(self.SHARES[:n], list(gpus))
         assert ["".join(placement.devices or ()) for placement in placements] == expected
         assert not any(placement.own_weights for placement in placements)
 
     def test_each_node_has_weights_of_its_own(self) -> None:
         assert all(
-            placement.own_weights and placement.devices is None for placement in placed(self.SHARES, [])
+            placement.own_weights and placement.devices is None
+            for placement in place_on_gpus(self.SHARES, [])
         )
-        assert not any(placement.own_weights for placement in placed(self.SHARES[:2], []))
+        assert not any(placement.own_weights for placement in place_on_gpus(self.SHARES[:2], []))
 
     def test_gpus_are_listed_by_another_process(self) -> None:
         assert gpu_names() == [d.name for d in lp.devices() if d.type == "gpu" and not d.is_software]

@@ -129,7 +129,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(
     for _ in range(1000):
         text = "".join(rng.choices(words, k=rng.randrange(2, 12)))
         for flags in product((False, True), repeat=2):
-            assert vocab.tokenize(text, *flags) == vocab._tokenized(text.encode(), *flags), (text, flags)
+            assert vocab.tokenize(text, *flags) == vocab._tokenize(text.encode(), *flags), (text, flags)
 
 
 @pytest.mark.parametrize("name", ["llama-spm"], indirect=True)

@@ -26,7 +26,7 @@ from llamapipe._engine.policy.core import State
 from llamapipe._engine.runtime.encoder import MediaEncoder
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.media import _containers as containers
-from llamapipe.media.decode import Given, given_in
+from llamapipe.media.decode import Given, media_in
 from llamapipe.media.turns import Turns
 from llamapipe.wanted import Limit, check_wanted, deadline, limited
 from llamapipe.work.tenant import Tenant, tenant
@@ -422,7 +422,7 @@ def test_base64_may_have_lines() -> None:
     assert "\n" in text.strip()
     for written in (text, text.replace("\n", "\r\n"), f" {text}"):
         part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{written}"}}
-        medium = given_in(part, "here")
+        medium = media_in(part, "here")
         assert medium is not None and medium.content() == file.getvalue()
     with pytest.raises(InvalidRequestError, match="here: the text is not base64"):
-        given_in({"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ==\nYQ"}}, "here")
+        media_in({"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ==\nYQ"}}, "here")

@@ -76,7 +76,7 @@ class TestSpec:
         spec = EngineSpec(
             tiny.path, {"n_ctx": 128, "n_threads": 1, "n_seq_max": 2}, {"chat_template": TEMPLATE}
         )
-        with spec.opened() as engine:
+        with spec.open() as engine:
             assert (engine.n_ctx, engine.n_seq_max, engine.model.chat_template) == (128, 2, TEMPLATE)
         assert engine.closed
 
@@ -84,7 +84,7 @@ class TestSpec:
         letters = demo.path.with_name("letters.gguf")
         spec = EngineSpec(demo.path, {"n_ctx": 128, "adapters": ["letters"]}, adapters={"letters": letters})
         spec = pickle.loads(pickle.dumps(spec))
-        with spec.opened() as engine:
+        with spec.open() as engine:
             assert [adapter.name for adapter in engine.adapters] == ["letters"]
             texts = {
                 engine.generate("Dear Mia,", replace(GREEDY, adapter=adapter)).text
@@ -248,7 +248,7 @@ class TestCosts:
         costs.finish("0")
         placed = []
         for i in range(20):
-            (best, _) = costs.ranked(["b", "a"], len(prompt), chunks_of(prompt), {})
+            (best, _) = costs.rank(["b", "a"], len(prompt), chunks_of(prompt), {})
             costs.route(str(i + 1), best, len(prompt), chunks_of(prompt))
             placed.append(best)
         # Seven requests on a cost more than computing the prefix on b; then both have it, and they take turns.
@@ -261,14 +261,14 @@ class TestCosts:
         placed = []
         for i in range(12):
             prompt = str(i).encode() * 500
-            best = costs.ranked(["a", "b", "c"], len(prompt), chunks_of(prompt), {})[0]
+            best = costs.rank(["a", "b", "c"], len(prompt), chunks_of(prompt), {})[0]
             costs.route(str(i), best, len(prompt), chunks_of(prompt))
             placed.append(best)
         assert [placed.count(name) for name in "abc"] == [4, 4, 4]
 
     def test_what_other_routers_sent_counts(self) -> None:
         costs = PrefixCosts[str](request_bytes=10)
-        assert costs.ranked(["a", "b"], 0, [], {"a": 3, "b": 2}) == ["b", "a"]
+        assert costs.rank(["a", "b"], 0, [], {"a": 3, "b": 2}) == ["b", "a"]
         for i in range(3):
             costs.route(str(i), "b", 0, [])
         assert costs.cost("b", 0, [], n_queued=3) == 30
@@ -277,14 +277,14 @@ class TestCosts:
     def test_a_request_counts_once_wherever_it_ends_up(self) -> None:
         costs = PrefixCosts[str]()
         costs.route("x", "a", 100, [])
-        costs.accepted("x", "b")
+        costs.record_accepted("x", "b")
         assert cost_of(costs, "a", b"") == 0 < cost_of(costs, "b", b"")
         costs.finish("x", "a")  # the refusal of a replica that comes late
         assert cost_of(costs, "b", b"") > 0
         costs.finish("x", "b")
         costs.finish("x", "b")
         assert cost_of(costs, "b", b"") == 0
-        costs.accepted("x", "b")  # it had ended before
+        costs.record_accepted("x", "b")  # it had ended before
         assert cost_of(costs, "b", b"") == 0
 
     def test_memory_is_bounded_and_begins_are_kept(self) -> None:
@@ -318,11 +318,11 @@ class TestCosts:
         rng, costs, running = random.Random(seed), PrefixCosts[str](), list[str]()
         for i in range(200):
             prompt = bytes(rng.choices(b"ab", k=1)) * rng.randrange(3000)
-            name = rng.choice(costs.ranked("abc", len(prompt), chunks_of(prompt), {}))
+            name = rng.choice(costs.rank("abc", len(prompt), chunks_of(prompt), {}))
             costs.route(str(i), name, len(prompt), chunks_of(prompt))
             running.append(str(i))
             if rng.random() < 0.4:
-                costs.accepted(rng.choice(running), rng.choice("abc"))
+                costs.record_accepted(rng.choice(running), rng.choice("abc"))
             while running and rng.random() < 0.5:
                 costs.finish(running.pop(rng.randrange(len(running))))
         for name in running:
@@ -397,7 +397,7 @@ class TestOwners:
             costs.finish(replica)
         for replica, choice in choices.items():
             chunks = chunks_of(PROMPT.encode(), with_params(adapter=choice))
-            assert costs.ranked("dcba", len(PROMPT), chunks, {})[0] == replica
+            assert costs.rank("dcba", len(PROMPT), chunks, {})[0] == replica
             matched = {name: costs.n_matched(name, chunks) for name in choices}
             assert matched == {name: len(chunks) if name == replica else 0 for name in choices}
 

@@ -202,13 +202,13 @@ class PrefixTree(Generic[H]):
 class TreeObserver(Protocol):
     """Observes the changes in a tree."""
 
-    def inserted(self, holder: Any, tokens: Sequence[int]) -> None:
+    def on_insert(self, holder: Any, tokens: Sequence[int]) -> None:
         """Record that a holder was added with these tokens."""
 
-    def extended(self, holder: Any, tokens: Sequence[int]) -> None:
+    def on_extend(self, holder: Any, tokens: Sequence[int]) -> None:
         """Record that a holder has grown to these tokens, which begin with its earlier ones."""
 
-    def removed(self, holder: Any) -> None:
+    def on_remove(self, holder: Any) -> None:
         """Record that a holder was removed."""
 
 
@@ -224,18 +224,18 @@ class ObservedTree(PrefixTree[H]):
         super().insert(holder, tokens, key)
         if key is None:
             self._told.add(holder)
-            self._observer.inserted(holder, _before_marks(tokens))
+            self._observer.on_insert(holder, _before_marks(tokens))
 
     def extend(self, holder: H, tokens: Sequence[int], n: int) -> None:
         super().extend(holder, tokens, n)
         if holder in self._told:
-            self._observer.extended(holder, _before_marks(tokens))
+            self._observer.on_extend(holder, _before_marks(tokens))
 
     def remove(self, holder: H) -> None:
         super().remove(holder)
         if holder in self._told:
             self._told.remove(holder)
-            self._observer.removed(holder)
+            self._observer.on_remove(holder)
 
 
 def n_common(tokens: Sequence[int], others: Sequence[int], begin: int = 0) -> int:

@@ -46,7 +46,7 @@ from llamapipe.cache_file import (
     is_writable,
     name_of,
     open_private,
-    packed_head,
+    pack_head,
     read_head,
     remove_if_dead,
     subfolders,
@@ -578,7 +578,7 @@ def _file_of(sequence: CachedSequence, head: Head, layout: SnapshotFormat) -> li
     n_snapshot = sum(map(len, parts))
     if n_snapshot < sum(copy.n_bytes for copy in sequence.copies()) // 2:
         return []
-    return [*packed_head(head, n_snapshot), *parts]
+    return [*pack_head(head, n_snapshot), *parts]
 
 
 def _head_of(sequence: CachedSequence) -> Head:

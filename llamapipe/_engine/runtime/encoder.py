@@ -86,7 +86,7 @@ class MediaEncoder:
         request, error = job.request, None
         if job.n_encoded < len(request.spans) and request.state is not State.FINISHED:
             try:
-                with process_budget().taken() as n_threads:
+                with process_budget().take() as n_threads:
                     self.n_encoded += self._encoder.encode(request.spans[job.n_encoded].source, n_threads)
                 job.n_encoded += 1
             except Exception as e:

@@ -48,7 +48,7 @@ from llamapipe.server.errors import ApiError, shutting_down
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import event
 from llamapipe.server.mcp.file import entries_of
-from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, rendered
+from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, render
 from llamapipe.server.routes import page, system
 from llamapipe.server.routes.ollama import kept_s
 from llamapipe.server.routes.transcriptions import form_model
@@ -309,7 +309,7 @@ class Front(Gate):
             labels = {"model": model.name}
             states.append((loaded, labels, float(model.state is ModelState.LOADED)))
             bytes_of.append((taken, labels, float(model.memory.n_bytes)))
-        text = rendered(
+        text = render(
             [
                 *own,
                 *of_models,
@@ -348,7 +348,7 @@ class Front(Gate):
             endpoints += self.ollama.routes()
         here = {(endpoint.method, endpoint.path) for endpoint in endpoints}
         forwarded = [
-            endpoint.answered_by(partial(self.forward, endpoint))
+            endpoint.with_handler(partial(self.forward, endpoint))
             for endpoint in (*ROUTES, *(OLLAMA_ROUTES if self.settings.ollama else ()))
             if (endpoint.method, endpoint.path) not in here
         ]

@@ -28,7 +28,7 @@ from llamapipe.host.cores import limit_cores
 from llamapipe.server.application import app
 from llamapipe.server.connections import Connection
 from llamapipe.server.mcp.servers import McpServers
-from llamapipe.server.metrics import Family, Metrics, rendered
+from llamapipe.server.metrics import Family, Metrics, render
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
 from llamapipe.server.state import ServerState
@@ -108,7 +108,7 @@ class Worker:
         families = await self._ask("families")
         if families is None:
             return await asyncio.to_thread(self._metrics.text)
-        return rendered(Family(*family) for family in families)
+        return render(Family(*family) for family in families)
 
     async def requests(self) -> list[dict[str, Any]]:
         """Return the entries of ``GET /requests`` of all workers.

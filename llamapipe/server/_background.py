@@ -137,9 +137,9 @@ class Background:
             return
         for run in await self._store.write(self.runs.claim, self.worker, dead, n_free):
             task = self._tasks[run.id] = asyncio.ensure_future(self._answer(run))
-            task.add_done_callback(partial(self._ended, run.id))
+            task.add_done_callback(partial(self._note_end, run.id))
 
-    def _ended(self, answer_id: str, task: asyncio.Task[None]) -> None:
+    def _note_end(self, answer_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(answer_id, None)
         self.tell()
         self.wake()
@@ -147,7 +147,7 @@ class Background:
     def _places(self) -> tuple[list[Place], list[str]]:
         """Return the places of all runs, and the workers that have ended. Call it in a thread."""
         places = self._store.read(self.runs.look)
-        return places, self._presence.dead(place.worker for place in places)
+        return places, self._presence.find_ended(place.worker for place in places)
 
     def _n_at_once(self) -> int:
         n_slots = self._gate.n_slots
@@ -333,7 +333,7 @@ async def follow(exchange: Exchange, answer_id: str, after: int) -> AsyncGenerat
     runs = Runs(store)
     goes_on = True
     while True:
-        told = await read(exchange, store, runs.told, answer_id, after)
+        told = await read(exchange, store, runs.read_events, answer_id, after)
         if told is None:
             raise ApiError(400, "the answer has no stream: it was asked for without stream: true", "stream")
         if after > told.n_final:

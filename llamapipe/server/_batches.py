@@ -100,14 +100,14 @@ class Batches:
             claims = await self._files.write(self._files.claim, self._presence.name, dead, n_free)
             for claim in claims:
                 task = self._tasks[claim.id] = asyncio.ensure_future(self._run(claim))
-                task.add_done_callback(partial(self._ended, claim.id))
+                task.add_done_callback(partial(self._forget, claim.id))
 
-    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(batch_id, None)
 
     def _look(self) -> tuple[list[Place], list[str]]:
         places = self._files.read(self._files.look)
-        return places, self._presence.dead(place.worker for place in places)
+        return places, self._presence.find_ended(place.worker for place in places)
 
     async def stop(self) -> None:
         """Stop, and leave unfinished batches to the next server or to this server's other processes."""
@@ -154,7 +154,7 @@ class Batches:
         except LookupError as e:
             return "failed", [_problem("invalid_api_key", str(e))]
         if claim.status == "validating":
-            n_total, errors = await asyncio.to_thread(self._checked, claim)
+            n_total, errors = await asyncio.to_thread(self._check, claim)
             if errors:
                 return "failed", errors
             await self._files.write(self._files.begin, self._presence.name, claim.number, n_total)
@@ -168,7 +168,7 @@ class Batches:
             return "failed", [_problem("files_full", str(e))]
         return "completed", ()
 
-    def _checked(self, claim: Claim) -> tuple[int, list[dict[str, Any]]]:
+    def _check(self, claim: Claim) -> tuple[int, list[dict[str, Any]]]:
         """Return the number of requests in a batch's file, and what is wrong with them. Call it in a thread."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
@@ -186,9 +186,9 @@ class Batches:
             errors.append(_problem("empty_file", "the file has no requests"))
         return n, errors
 
-    async def _left(self, claim: Claim) -> AsyncIterator[tuple[int, _Line]]:
+    async def _remaining(self, claim: Claim) -> AsyncIterator[tuple[int, _Line]]:
         """Yield the requests of a batch that have no result."""
-        done = await asyncio.to_thread(self._files.read, self._files.done, claim.number)
+        done = await asyncio.to_thread(self._files.read, self._files.done_lines, claim.number)
         lines = self._files.lines(claim.input)
         while (numbered := await asyncio.to_thread(next, lines, None)) is not None:
             if numbered[0] not in done:
@@ -201,7 +201,7 @@ class Batches:
         places = self._places
         running: set[asyncio.Task[None]] = set()
         try:
-            async for number, line in self._left(claim):
+            async for number, line in self._remaining(claim):
                 await places.acquire()
                 task = asyncio.ensure_future(self._answer(claim, key, number, line))
                 task.add_done_callback(lambda _: places.release())
@@ -246,7 +246,7 @@ class Batches:
         error = {"code": "batch_expired", "message": "the completion window was over before it was computed"}
         results: list[Result] = []
         files, worker = self._files, self._presence.name
-        async for number, line in self._left(claim):
+        async for number, line in self._remaining(claim):
             results.append(_result(number, f"{claim.id}_{number}", line.custom_id, True, None, error))
             if len(results) == _WRITTEN_AT_ONCE:
                 await files.write(files.add_results, worker, claim.number, results)

@@ -54,25 +54,25 @@ def check_transfer(fields: Iterable[bytes]) -> None:
             )
 
 
-def accepted() -> str:
+def accepted_encodings() -> str:
     """Return the value of ``Accept-Encoding`` that tells a client which encodings it may use."""
     return ", ".join(_decoders())
 
 
-def decoded(body: bytes, encodings: Iterable[str], most_bytes: int) -> bytes:
+def decode(body: bytes, encodings: Iterable[str], most_bytes: int) -> bytes:
     """Return the decoded body. Uses at most twice the memory of the result.
 
     Raises ApiError 413 as soon as the result of a decoding has more than ``most_bytes``, 400 for damaged bytes.
     """
     for name in reversed(list(encodings)):
         try:
-            body = _without(name, body, most_bytes)
+            body = _decode(name, body, most_bytes)
         except _CORRUPT as e:
             raise ApiError(400, f"the body is not what Content-Encoding: {name} says: {e}") from None
     return body
 
 
-def _without(name: str, body: bytes, most_bytes: int) -> bytes:
+def _decode(name: str, body: bytes, most_bytes: int) -> bytes:
     make = _decoders()[name]
     parts: list[bytes] = []
     n, n_members = 0, 0

@@ -85,9 +85,9 @@ def inner_types(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
     return types
 
 
-def unused(request: msgspec.Struct) -> tuple[str, ...]:
+def unused_fields(request: msgspec.Struct) -> tuple[str, ...]:
     """Return the fields of a request that have no effect here. Raises ApiError 400 for a field with a refused value."""
-    return tuple(_unused(request, ""))
+    return tuple(_find_unused(request, ""))
 
 
 @cache
@@ -102,7 +102,7 @@ def _plan(
     return marked, read, list(inner_types(kind))
 
 
-def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
+def _find_unused(request: msgspec.Struct, place: str) -> Iterator[str]:
     marked, read, inner = _plan(type(request))
     for (name, fate), value in zip(marked, read(request), strict=False):
         if value is None or any(
@@ -116,7 +116,7 @@ def _unused(request: msgspec.Struct, place: str) -> Iterator[str]:
     for name in inner:
         value = getattr(request, name)
         if isinstance(value, msgspec.Struct):
-            yield from _unused(value, f"{place}{name}.")
+            yield from _find_unused(value, f"{place}{name}.")
 
 
 _MOST_SHOWN = 60  # characters of a refused value
@@ -136,12 +136,12 @@ class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The base of request types whose API's own server also accepts bodies that do not fit the type."""
 
     @classmethod
-    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def accept_fields(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the accepted fields, converted to this class's types, and the names of the fields without effect."""
         raise NotImplementedError
 
 
-def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
+def fit_to_type(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
     """Return a decoded body in a form that may fit its type, and the names of its fields without effect.
 
     Call it for a body that does not fit its type unchanged. Null fields are removed from objects that have a type here;
@@ -152,11 +152,11 @@ def as_taken(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ..
     members = {name: member for name, member in value.items() if member is not None}
     without_effect: list[str] = []
     if issubclass(kind, Lenient):
-        members, names = kind.taken(members)
+        members, names = kind.accept_fields(members)
         without_effect += (f"{place}{name[:_MOST_SHOWN]}" for name in names)
     for name, inner in inner_types(kind).items():
         if name in members:
-            members[name], names_there = as_taken(members[name], inner, f"{place}{name}.")
+            members[name], names_there = fit_to_type(members[name], inner, f"{place}{name}.")
             without_effect += names_there
     return members, tuple(without_effect)
 
@@ -167,7 +167,7 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
-def mismatch(message: str, kind: Any) -> ApiError:
+def mismatch_error(message: str, kind: Any) -> ApiError:
     """Return the error for msgspec's ``message`` about a body that should be a ``kind``. It names the field."""
     place = _PLACE.search(message)
     path = place.group(1) if place else ""

@@ -41,10 +41,10 @@ class RequestTimes:
 
     def next_prompt(self) -> None:
         """Begin another prompt for the streams that follow; the streams of one prompt share its cached tokens."""
-        self._counts[0] += self._cached_of_prompt()
+        self._counts[0] += self._n_cached()
         self._n_earlier = len(self._streams)
 
-    def _cached_of_prompt(self) -> int:
+    def _n_cached(self) -> int:
         return min((stream.n_cached_tokens for stream in self._streams[self._n_earlier :]), default=0)
 
     def follow(self, stream: AsyncStream | AsyncChatStream) -> None:
@@ -90,7 +90,7 @@ class RequestTimes:
     @property
     def n_cached(self) -> int:
         """The number of cached tokens of all prompts; with several choices, from the one that computed the prompt."""
-        return self._counts[0] + self._cached_of_prompt()
+        return self._counts[0] + self._n_cached()
 
     @property
     def n_drafted(self) -> int:

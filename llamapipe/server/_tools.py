@@ -78,7 +78,7 @@ class Tools(NamedTuple):
     unused: tuple[str, ...]
     grammars: dict[str, str]
 
-    def known(self, name: str) -> ClientName:
+    def client_name(self, name: str) -> ClientName:
         """Return the client's name of the tool that the model calls ``name``."""
         return self.names.get(name) or ClientName(name)
 
@@ -95,7 +95,7 @@ def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, 
         kind = tool.get("type")
         if kind in ("function", "custom"):
             listed.append(_function(place, namespace, tool, is_flat or namespace is not None, unused))
-        elif isinstance(kind, str) and (name := _hosted(kind)):
+        elif isinstance(kind, str) and (name := _hosted_name(kind)):
             unused.append(name)
         else:
             hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
@@ -110,7 +110,7 @@ def tools_of(definitions: Sequence[Mapping[str, Any]] | None, tool_choice: Any, 
     grammars: dict[str, str] = {}
     functions = []
     for known, function, grammar in listed:
-        name = known.name if n_called[known.name] == 1 else qualified(known.name, known.namespace)
+        name = known.name if n_called[known.name] == 1 else qualify(known.name, known.namespace)
         if name in names:
             raise ApiError(400, f"tools: there are two tools called {quoted(name)}", "tools")
         names[name] = known
@@ -134,7 +134,7 @@ def check_number(tools: Sequence[Any] | None) -> None:
         raise ApiError(400, str(e), "tools") from None
 
 
-def qualified(name: str, namespace: str | None) -> str:
+def qualify(name: str, namespace: str | None) -> str:
     """Return ``namespace__name``, shortened to 64 characters, for a tool whose name another tool also has."""
     if namespace is None:
         return name
@@ -165,7 +165,7 @@ def _all(
             yield f"tools.{i}.tools.{j}", name, {**member, **changed}
 
 
-def _hosted(kind: str) -> str | None:
+def _hosted_name(kind: str) -> str | None:
     """Return the name of a hosted tool with type ``kind``, without the date that some types end with.
 
     Returns None for any other type.
@@ -328,16 +328,16 @@ def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -
         named = _by_name(tools)
         allowed: dict[str, None] = {}
         for i, entry in enumerate(listed):
-            if _hosted(str(entry.get("type"))) is None:
+            if _hosted_name(str(entry.get("type"))) is None:
                 place = f"tool_choice.tools.{i}" if is_flat else f"tool_choice.allowed_tools.tools.{i}"
-                allowed |= dict.fromkeys(_chosen(entry, tools, named, is_flat, place))
+                allowed |= dict.fromkeys(_choose(entry, tools, named, is_flat, place))
         if not allowed:
             if mode == "auto":
                 return "none"
             raise ApiError(400, "tool_choice asks for a call, but allows no tool", "tool_choice.tools")
         functions = [{"type": "function", "function": {"name": name}} for name in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
-    if isinstance(kind, str) and _hosted(kind):
+    if isinstance(kind, str) and _hosted_name(kind):
         raise ApiError(
             400, f"tool_choice asks for the tool {quoted(kind)}, which cannot be run here", "tool_choice.type"
         )
@@ -347,7 +347,7 @@ def _named_choice(tool_choice: Mapping[str, Any], tools: Tools, is_flat: bool) -
             f"tool_choice has the type {as_sent(kind)}; it may be 'function', 'custom' or 'allowed_tools'",
             "tool_choice.type",
         )
-    return _chosen(tool_choice, tools, _by_name(tools), is_flat)[0]
+    return _choose(tool_choice, tools, _by_name(tools), is_flat)[0]
 
 
 _Named = Mapping[tuple[bool, str], list[str]]
@@ -363,7 +363,7 @@ def _by_name(tools: Tools) -> _Named:
     return dict(named)
 
 
-def _chosen(
+def _choose(
     tool_choice: Mapping[str, Any], tools: Tools, named: _Named, is_flat: bool, place: str = "tool_choice"
 ) -> list[str]:
     """Return the functions that an object of the choice names: several for a namespace. Raises ApiError 400."""
@@ -403,13 +403,13 @@ def custom_input(arguments: str) -> str:
     try:
         text = json.loads(arguments)["input"]
     except ValueError:
-        return _beginning(arguments)
+        return _input_start(arguments)
     except (KeyError, TypeError):
         return arguments
     return text if isinstance(text, str) else arguments
 
 
-def _beginning(arguments: str) -> str:
+def _input_start(arguments: str) -> str:
     begun = _INPUT_BEGUN.match(arguments)
     if begun is None:
         return ""

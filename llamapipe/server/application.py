@@ -113,14 +113,14 @@ _OF_SLOTS = ("400", "403", "404", "413", "507")
 _BYTES, _LINES = "application/octet-stream", LineStream.media_type
 
 
-def _stored(endpoint: Endpoint) -> Endpoint:
+def _store_route(endpoint: Endpoint) -> Endpoint:
     """Return a route of the store with the store's statuses, and with an alias without ``/v1``."""
     statuses = ("400", "404", "500") if endpoint.method == "GET" else ("400", "404", "500", "507")
     return replace(endpoint, more_statuses=statuses, aliases=(endpoint.path.removeprefix("/v1"),))
 
 
 # Routes for stored data, which need no model, so that any process can answer.
-STORE_ROUTES = tuple(map(_stored, (
+STORE_ROUTES = tuple(map(_store_route, (
     get("/v1/responses/{id}", conversations.get_response, "A stored answer."),
     delete("/v1/responses/{id}", conversations.delete_response, "Delete a stored answer."),
     Endpoint("POST", "/v1/responses/{id}/cancel", _background.cancel, "Cancel an answer in the background."),

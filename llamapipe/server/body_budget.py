@@ -31,7 +31,7 @@ class BodyBudget:
         """Begin to count a body. ``refuse``: called at most once, if the body must be dropped to make room."""
         return Held(self, client, refuse)
 
-    def _changed(self, held: Held, n_bytes: int) -> None:
+    def _change(self, held: Held, n_bytes: int) -> None:
         self._n_bytes += n_bytes - held.n_bytes
         self._of[held.client] += n_bytes - held.n_bytes
         held.n_bytes = n_bytes
@@ -81,14 +81,14 @@ class Held:
     def grow(self, n_bytes: int) -> None:
         """Set the number of bytes of the body. As a result, this body or another may be refused."""
         if n_bytes > _FREE_BYTES:
-            self._budget._changed(self, n_bytes - _FREE_BYTES)
+            self._budget._change(self, n_bytes - _FREE_BYTES)
             self._budget._make_room()
 
     def add(self, n_bytes: int) -> None:
         """Add bytes to the body. As a result, this body or another may be refused."""
-        self._budget._changed(self, self.n_bytes + n_bytes)
+        self._budget._change(self, self.n_bytes + n_bytes)
         self._budget._make_room()
 
     def release(self) -> None:
         """Release the bytes, which are no longer needed. A second call does nothing."""
-        self._budget._changed(self, 0)
+        self._budget._change(self, 0)

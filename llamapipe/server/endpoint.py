@@ -30,9 +30,9 @@ from starlette.types import Receive, Scope, Send
 
 from llamapipe.chat.halves import whole_json_bytes
 from llamapipe.results import ChatCompletion, Completion
-from llamapipe.server._body import accepted, check_transfer, decoded, encodings_of
+from llamapipe.server._body import accepted_encodings, check_transfer, decode, encodings_of
 from llamapipe.server._client_request import ClientRequest
-from llamapipe.server._fields import as_taken, mismatch, unused
+from llamapipe.server._fields import fit_to_type, mismatch_error, unused_fields
 from llamapipe.server.errors import BUSY, QUOTA, ApiError, Dialect, api_error, log_unexpected, shutting_down
 from llamapipe.server.gate import LOADED_NS, Gate
 from llamapipe.server.json_bytes import encode_json, event, line
@@ -135,7 +135,7 @@ class Exchange(ClientRequest):
             return
         raw, self.raw = self.raw, b""
         limit = self.gate.settings.max_body_bytes
-        self.raw = await self.gate.convert(decoded, raw, encodings, limit, size=limit)
+        self.raw = await self.gate.convert(decode, raw, encodings, limit, size=limit)
         self._n_read = max(self._n_read, len(self.raw))
         self._held.grow(self._n_read)
 
@@ -182,13 +182,13 @@ class Exchange(ClientRequest):
         """
         raw, self.raw = self.raw, b""
         if len(raw) <= _LARGE_BODY:
-            body, names = self._decoded(decoder, raw)
+            body, names = self._decode(decoder, raw)
         else:
-            body, names = await self.gate.convert(self._decoded, decoder, raw, size=len(raw))
-        self.note_unused((*names, *unused(body)))
+            body, names = await self.gate.convert(self._decode, decoder, raw, size=len(raw))
+        self.note_unused((*names, *unused_fields(body)))
         return body
 
-    def _decoded(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
+    def _decode(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
         """Return the decoded body, and the names of fields without effect that its type does not have."""
         self._check_size(raw)
         names: tuple[str, ...] = ()
@@ -196,24 +196,24 @@ class Exchange(ClientRequest):
             try:
                 body = decoder.decode(raw)
             except msgspec.ValidationError:  # there may be nulls that the type does not have
-                fields, names = as_taken(msgspec.json.decode(raw), decoder.type)
+                fields, names = fit_to_type(msgspec.json.decode(raw), decoder.type)
                 body = msgspec.convert(fields, decoder.type)
         except msgspec.ValidationError as e:
-            raise mismatch(str(e), decoder.type) from None
+            raise mismatch_error(str(e), decoder.type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             whole = whole_json_bytes(raw)
             if whole != raw:
-                return self._decoded(decoder, whole)
+                return self._decode(decoder, whole)
             raise ApiError(400, _no_json(raw, e)) from None
         return body, names
 
     async def peek(self, decoder: msgspec.json.Decoder[Body]) -> Body:
         """Read some fields of the body without consuming it. Raises ApiError 400."""
         if len(self.raw) <= _LARGE_BODY:
-            return self._peeked(decoder, self.raw)
-        return await self.gate.convert(self._peeked, decoder, self.raw, size=len(self.raw))
+            return self._peek(decoder, self.raw)
+        return await self.gate.convert(self._peek, decoder, self.raw, size=len(self.raw))
 
-    def _peeked(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
+    def _peek(self, decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         self._check_size(raw)
         try:
             return decoder.decode(raw)
@@ -222,7 +222,7 @@ class Exchange(ClientRequest):
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             whole = whole_json_bytes(raw)
             if whole != raw:
-                return self._peeked(decoder, whole)
+                return self._peek(decoder, whole)
             raise ApiError(400, _no_json(raw, e)) from None
 
     def _check_size(self, raw: bytes) -> None:
@@ -238,7 +238,7 @@ class Exchange(ClientRequest):
         if (problem := problem_of(raw)) is not None:
             raise ApiError(400, f"the body {problem}, the limit of this server")
 
-    async def hung_up(self) -> None:
+    async def await_disconnect(self) -> None:
         """Wait until the client closes the connection. Call it after the body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
@@ -320,7 +320,7 @@ class Exchange(ClientRequest):
         elif error.status in BUSY:
             headers["retry-after"] = str(self.gate.settings.retry_after_s)
         if error.status == 415:
-            headers["accept-encoding"] = accepted()
+            headers["accept-encoding"] = accepted_encodings()
         if error.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JsonResponse(error.body(self.dialect), error.status, headers)
@@ -548,7 +548,7 @@ class Endpoint:
         has_field = self.body is not None and "stream" in self.body.__struct_fields__
         return has_field and "504" in self.more_statuses
 
-    def answered_by(self, handler: Handler) -> Endpoint:
+    def with_handler(self, handler: Handler) -> Endpoint:
         """Return the same route with another handler."""
         return replace(self, handler=handler)
 
@@ -573,7 +573,7 @@ class Endpoint:
             exchange.status = exchange.status or 499
             raise
         except Exception as e:
-            answer = _logged(e, f"id={exchange.id} {self.path}", exchange.id)
+            answer = _log_error(e, f"id={exchange.id} {self.path}", exchange.id)
             _clear(e)
             if not exchange.status:  # otherwise, the connection is closed
                 raise answer from None
@@ -587,7 +587,7 @@ class Endpoint:
             await exchange.decode_content()
             await exchange.send(await self.handler(exchange))
 
-        tasks = [asyncio.ensure_future(answer()), asyncio.ensure_future(exchange.hung_up())]
+        tasks = [asyncio.ensure_future(answer()), asyncio.ensure_future(exchange.await_disconnect())]
         work, gone = tasks
         exchange.refuse_with(work.cancel)
         try:
@@ -630,7 +630,7 @@ def post(
     return Endpoint(method, path, decoded, summary, more_statuses, aliases, stream_media, model, body)
 
 
-def _logged(error: Exception, what: str, request_id: str) -> ApiError:
+def _log_error(error: Exception, what: str, request_id: str) -> ApiError:
     """Return the error for an exception. Logs the exception if it may be a defect of the server."""
     log_unexpected(error, what)
     answer = api_error(error)

@@ -92,7 +92,7 @@ class Metrics:
         ]
 
 
-def rendered(families: Iterable[Family]) -> bytes:
+def render(families: Iterable[Family]) -> bytes:
     """Return metrics from ``Metrics.families`` in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Fixed(families))

@@ -222,18 +222,18 @@ class ServerState(Gate):
         """Return the model's name for the answer. Raises ApiError 404 for a model that is not served."""
         if self._engine is None:
             raise no_model("no model that generates is loaded here")
-        return self._served(name, self.chat_names + self.adapter_names)
+        return self._served_name(name, self.chat_names + self.adapter_names)
 
     def check_name(self, name: str | None) -> str:
         """Return the name of a model of any kind or of an adapter. Raises ApiError 404 if there is none."""
-        served = self._served(name, self.all_names)
+        served = self._served_name(name, self.all_names)
         return self._known_name(served, self.all_names) or served
 
     def check_embedder(self, name: str | None) -> tuple[Embedder, str]:
         """Return the embedding model and its name for the answer. Raises ApiError 404."""
         if self.embedder is None:
             raise no_model("no embedding model is loaded; start with --embeddings FILE")
-        return self.embedder, self._served(name, self.embedding_names)
+        return self.embedder, self._served_name(name, self.embedding_names)
 
     def _known_name(self, name: str, names: tuple[str, ...]) -> str | None:
         """Return the one of ``names`` that ``name`` is; None if it is none of them.
@@ -245,7 +245,7 @@ class ServerState(Gate):
         short = name.removesuffix(":latest")
         return short if self.settings.ollama and short in names else None
 
-    def _served(self, name: str | None, names: tuple[str, ...]) -> str:
+    def _served_name(self, name: str | None, names: tuple[str, ...]) -> str:
         if name is None:
             return names[0]
         if self._known_name(name, names) is not None:

@@ -13,7 +13,7 @@ from llamapipe.fleet.placement import free_gpu_memory, gpu_names, place_on_gpus
 from llamapipe.fleet.supervisor import Backoff
 from llamapipe.host.cores import CoreShare
 from llamapipe.native.load import has_gpu_backend
-from llamapipe.server.metrics import Family, rendered
+from llamapipe.server.metrics import Family, render
 
 
 class TestBackoff:
@@ -86,7 +86,7 @@ class TestMetrics:
         assert [entry["ended_at"] for entry in totals.requests_with([])] == [5, 4, 3]
 
     def test_they_are_rendered_in_prometheus_format(self) -> None:
-        text = rendered(add_families([families(1, 0.5, 20)])).decode()
+        text = render(add_families([families(1, 0.5, 20)])).decode()
         assert '# TYPE times histogram\ntimes_bucket{le="1"} 1.0\n' in text
         assert "# TYPE steps_total counter\nsteps_total 1.0\n" in text
         assert "vllm:kv_cache_usage_perc 0.5\n" in text

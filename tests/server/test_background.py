@@ -441,9 +441,9 @@ def test_the_sign_of_a_process_that_has_ended_goes(tmp_path: Path) -> None:
     there.sign_in()
     other.sign_in()
     assert not left.exists() and len(list(tmp_path.iterdir())) == 2
-    assert other.dead([there.name, "1-0"]) == ["1-0"]
+    assert other.find_ended([there.name, "1-0"]) == ["1-0"]
     there.sign_out()
-    assert other.dead([there.name]) == [there.name]
+    assert other.find_ended([there.name]) == [there.name]
     other.sign_out()
     assert list(tmp_path.iterdir()) == []
 

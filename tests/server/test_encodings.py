@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from llamapipe.server._body import accepted, encodings_of
+from llamapipe.server._body import accepted_encodings, encodings_of
 
 
 class Finder:
@@ -21,7 +21,7 @@ class Finder:
 
 def test_requests_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python looks for a missing one again each time; the first request has done so."""
-    accepted()
+    accepted_encodings()
     finder = Finder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     assert encodings_of([]) == [] and encodings_of([b"gzip"]) == ["gzip"]

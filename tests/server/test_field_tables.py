@@ -14,7 +14,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from llamapipe.server._fields import Fate, Only, Unused, as_taken, fates, unused
+from llamapipe.server._fields import Fate, Only, Unused, fates, fit_to_type, unused_fields
 from llamapipe.server._tools import custom_input
 from llamapipe.server.errors import ApiError
 from llamapipe.server.routes.anthropic import CountRequest, MessagesRequest
@@ -84,9 +84,9 @@ def test_every_field_of_a_clients_types_has_a_fate(kind: type[msgspec.Struct], p
 
 
 def test_unused_fields_are_named_unless_they_are_neutral() -> None:
-    assert unused(Body(a=1, store=False, only=-1)) == ()
-    assert unused(Body(store=True, inner=Inner(kept=2, aside=3))) == ("store", "inner.aside")
-    assert unused(Body(inner=Inner(aside=1))) == ()
+    assert unused_fields(Body(a=1, store=False, only=-1)) == ()
+    assert unused_fields(Body(store=True, inner=Inner(kept=2, aside=3))) == ("store", "inner.aside")
+    assert unused_fields(Body(inner=Inner(aside=1))) == ()
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_unused_fields_are_named_unless_they_are_neutral() -> None:
 )
 def test_other_values_are_refused(body: Body, message: str) -> None:
     with pytest.raises(ApiError) as caught:
-        unused(body)
+        unused_fields(body)
     assert (caught.value.message, caught.value.status) == (message, 400)
     assert caught.value.param == message.partition(" ")[0]
 
 
 def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
     body = {"a": None, "x": None, "inner": {"kept": None, "y": None}, "free": {"const": None}}
-    assert as_taken(body, Body) == ({"inner": {}, "free": {"const": None}}, ())
+    assert fit_to_type(body, Body) == ({"inner": {}, "free": {"const": None}}, ())
 
 
 @pytest.mark.parametrize(

@@ -55,47 +55,47 @@ class AnthropicEncoder(Encoder[ChatDelta]):
     # ---- streamed
     def begin(self, index: int, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the event that begins the message, without content."""
-        return _named("message_start", message=self._message([], counts._replace(n_completion=0)))
+        return _event("message_start", message=self._message([], counts._replace(n_completion=0)))
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the events for a part."""
         events: list[bytes] = []
         if part.reasoning:
-            events += self._switched("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            events += self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
         if part.content:
-            events += self._switched("text", {"type": "text", "text": ""})
+            events += self._switch("text", {"type": "text", "text": ""})
             events.append(self._delta({"type": "text_delta", "text": part.content}))
         for piece in part.tool_calls:
             block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-            events += self._switched(piece.index, block)
+            events += self._switch(piece.index, block)
             if piece.arguments:
                 events.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
         if part.finish_reason is not None:
             if self._index < 0:
-                events += self._switched("text", {"type": "text", "text": ""})
-            events.append(_named("content_block_stop", index=self._index))
+                events += self._switch("text", {"type": "text", "text": ""})
+            events.append(_event("content_block_stop", index=self._index))
             usage = {"output_tokens": counts.n_completion}
-            events.append(_named("message_delta", delta=_stop(part), usage=usage))
+            events.append(_event("message_delta", delta=_stop(part), usage=usage))
         return b"".join(events)
 
-    def _switched(self, what: object, block: dict[str, Any]) -> list[bytes]:
+    def _switch(self, what: object, block: dict[str, Any]) -> list[bytes]:
         if self._open == what:
             return []
-        events = [] if self._open is None else [_named("content_block_stop", index=self._index)]
+        events = [] if self._open is None else [_event("content_block_stop", index=self._index)]
         self._open = what
         self._index += 1
-        return [*events, _named("content_block_start", index=self._index, content_block=block)]
+        return [*events, _event("content_block_start", index=self._index, content_block=block)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _named("content_block_delta", index=self._index, delta=delta)
+        return _event("content_block_delta", index=self._index, delta=delta)
 
     def end(self, counts: Counts, prompt: Sequence[int]) -> bytes:
         """Return the event that ends the stream, with llama-server's ``timings``."""
-        return _named("message_stop", timings=self._times.timings(counts.n_prompt, counts.n_completion))
+        return _event("message_stop", timings=self._times.timings(counts.n_prompt, counts.n_completion))
 
 
-def _named(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: Any) -> bytes:
     return typed_event({"type": kind, **fields})
 
 

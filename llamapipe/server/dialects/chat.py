@@ -82,7 +82,7 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a call in the form in which the client defined the tool."""
         function = call["function"]
-        if not self._tools.known(function["name"]).is_custom:
+        if not self._tools.client_name(function["name"]).is_custom:
             return call
         return _custom_call(call["id"], function["name"], function["arguments"])
 
@@ -138,18 +138,18 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
         for piece in part.tool_calls:
             held = self._held.get(index)
             if held is not None and held[0] != piece.index:
-                parts.append(self._released(index))
-            if piece.id is not None and self._tools.known(str(piece.name)).is_custom:
+                parts.append(self._release(index))
+            if piece.id is not None and self._tools.client_name(str(piece.name)).is_custom:
                 self._held[index] = (piece.index, piece.id, str(piece.name), [piece.arguments])
             elif index in self._held:
                 self._held[index][3].append(piece.arguments)
             else:
                 parts.append(_call_part(piece))
         if part.finish_reason is not None and index in self._held:
-            parts.append(self._released(index))
+            parts.append(self._release(index))
         return parts
 
-    def _released(self, choice: int) -> dict[str, Any]:
+    def _release(self, choice: int) -> dict[str, Any]:
         """Return the call of a custom tool that was held back."""
         index, call_id, name, arguments = self._held.pop(choice)
         return {"index": index, **_custom_call(call_id, name, "".join(arguments))}

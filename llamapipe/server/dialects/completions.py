@@ -88,14 +88,14 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
             entries = list(choice.logprobs or ())
             first = None
             if shown.echo:
-                scores = _narrowed(completion.prompt_logprobs or (), shown.logprobs)
+                scores = _narrow(completion.prompt_logprobs or (), shown.logprobs)
                 entries = [*scores, *entries]
                 if choice.stop_logprob is not None and not shown.is_empty:
                     entries.append(choice.stop_logprob)  # clients that score prompts drop the last entry
                 first = self._first(i)
             fields["logprobs"] = self._logprobs_of(i).of(entries, first)
         if shown.prompt_logprobs is not None:
-            scores = _narrowed(completion.prompt_logprobs or (), shown.prompt_logprobs)
+            scores = _narrow(completion.prompt_logprobs or (), shown.prompt_logprobs)
             fields["prompt_logprobs"] = prompt_logprobs(self._prompts.tokens[i], scores, self._vocab)
         if self._form.token_ids:
             fields |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompts.tokens[i]}
@@ -130,7 +130,7 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
     def echo(self, index: int, scores: list[TokenLogprob] | None) -> bytes:
         """Return the first event of a choice: its prompt, with the log-probabilities of the tokens in ``scores``."""
         i = index // self._prompts.n
-        logprobs = None if scores is None else self._streamed(index).of(scores, self._first(i))
+        logprobs = None if scores is None else self._writer_of(index).of(scores, self._first(i))
         text = self._echo(i)
         return self._writer.chunk(_stream_choice(index, text, logprobs, None), text)
 
@@ -147,7 +147,7 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
             return b""
         logprobs = ids = None
         if part.logprobs is not None and self._shown.logprobs is not None:
-            logprobs = self._streamed(index).of(part.logprobs)
+            logprobs = self._writer_of(index).of(part.logprobs)
         if form.token_ids:
             ids = {"token_ids": part.token_ids}
             if index not in self._begun:
@@ -156,7 +156,7 @@ class CompletionEncoder(OpenAiEncoder[Delta]):
         choice = _stream_choice(index, part.text, logprobs, part.finish_reason, ids)
         return self._chunk(choice, part, part.text, counts)
 
-    def _streamed(self, index: int) -> CompletionLogprobs:
+    def _writer_of(self, index: int) -> CompletionLogprobs:
         if index not in self._logprobs:
             self._logprobs[index] = self._logprobs_of(index // self._prompts.n)
         return self._logprobs[index]
@@ -187,6 +187,6 @@ def _mean_logprob(choice: Choice) -> float:
     return total / len(choice.token_ids) if total is not None and choice.token_ids else float("-inf")
 
 
-def _narrowed(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
+def _narrow(entries: Iterable[TokenLogprob], n_top: int) -> list[TokenLogprob]:
     """Return copies of the entries with at most ``n_top`` alternatives each."""
     return [TokenLogprob(entry.id, entry.logprob, entry.top[:n_top], entry.piece) for entry in entries]

@@ -65,7 +65,7 @@ class LlamaServerEncoder(Encoder[Delta]):
         self._texts = texts
         self._vocab = vocab
         self._running = running
-        self._progress = Progress(self._told, running if form.with_progress else ())
+        self._progress = Progress(self._progress_event, running if form.with_progress else ())
         self._clock = clock
         began_at = clock()
         self._choices = [_Choice(tokens, began_at) for tokens in prompts]
@@ -112,7 +112,7 @@ class LlamaServerEncoder(Encoder[Delta]):
         """Return events for the prompts whose progress has changed."""
         return self._progress.news()
 
-    def _told(self, index: int, progress: PromptProgress) -> bytes:
+    def _progress_event(self, index: int, progress: PromptProgress) -> bytes:
         return event(self._partial(index) | {"prompt_progress": progress_fields(progress)})
 
     def _partial(

@@ -131,14 +131,14 @@ class _Calls:
         """Yield the calls that these pieces complete. ``is_last``: there are no more pieces."""
         for piece in pieces:
             if piece.id is not None:
-                yield from self._closed()
+                yield from self._close()
                 self._open = piece, []
             if self._open is not None:
                 self._open[1].append(piece.arguments)
         if is_last:
-            yield from self._closed()
+            yield from self._close()
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[dict[str, Any]]:
         if self._open is None:
             return
         (first, texts), self._open = self._open, None

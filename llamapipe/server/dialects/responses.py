@@ -114,12 +114,15 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         if self._n_events:
             return b""
         return b"".join(
-            self._told(kind, response=self.response() | {"output": []}) for kind in ("created", "in_progress")
+            self._event(kind, response=self.response() | {"output": []})
+            for kind in ("created", "in_progress")
         )
 
     def sign_of_life(self) -> bytes:
         """Return an event without new information, or nothing before the first events."""
-        return self._told("in_progress", response=self.response() | {"output": []}) if self._n_events else b""
+        return (
+            self._event("in_progress", response=self.response() | {"output": []}) if self._n_events else b""
+        )
 
     def part(self, index: int, part: ChatDelta, counts: Counts) -> bytes:
         """Return the events for a part."""
@@ -145,7 +148,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         times = {}
         if self._times.was_computed:
             times["timings"] = self._times.timings(response["usage"]["input_tokens"], self.n_output)
-        return self._told(self.status, response=response, **times)
+        return self._event(self.status, response=response, **times)
 
     def _text(self, kind: str, part_kind: str, text: str, **more: list[Any]) -> bytes:
         """Return events for the text of an item, and open the item if necessary.
@@ -173,7 +176,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
     def _call(self, part: ToolCallDelta) -> bytes:
         events = b""
         if self._open is None or "content" in self._open or self._call_index != part.index:
-            events = self.open(self._begun(part))
+            events = self.open(self._begin_call(part))
         item = self._open
         assert item is not None
         self._arguments += part.arguments
@@ -184,10 +187,10 @@ class ResponsesEncoder(Encoder[ChatDelta]):
             return events
         return events + self.progress(f"{item['type']}_arguments.delta", delta=part.arguments)
 
-    def _begun(self, part: ToolCallDelta) -> Item:
+    def _begin_call(self, part: ToolCallDelta) -> Item:
         """Return the item of a call that begins, without arguments."""
         self._call_index, self._arguments = part.index, ""
-        known = self.tools.known(str(part.name))
+        known = self.tools.client_name(str(part.name))
         item = self._item_of(known)
         self.needs_client = self.needs_client or item is None or item["type"] != "mcp_call"
         if item is not None:
@@ -203,7 +206,7 @@ class ResponsesEncoder(Encoder[ChatDelta]):
         place = len(self.output)
         item |= {"id": f"{_ID_PREFIXES[item['type']]}_{self._id}_{place}", "status": "in_progress"}
         self._open = item
-        events += self._told("output_item.added", output_index=place, item=item)
+        events += self._event("output_item.added", output_index=place, item=item)
         if item["type"] == "mcp_call":
             events += self.progress("mcp_call.in_progress")
             if item["arguments"]:
@@ -218,10 +221,10 @@ class ResponsesEncoder(Encoder[ChatDelta]):
     def progress(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the open item."""
         assert self._open is not None
-        return self._told(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
+        return self._event(kind, item_id=self._open["id"], output_index=len(self.output), **fields)
 
     def close(self) -> bytes:
-        """Close the open item, if any. ``ran`` closes a call that the server runs."""
+        """Close the open item, if any. ``end_call`` closes a call that the server runs."""
         item = self._open
         if item is None:
             return b""
@@ -246,21 +249,21 @@ class ResponsesEncoder(Encoder[ChatDelta]):
             self._calls.append((place, item))
             return events
         item["status"] = "incomplete" if self.is_cut else "completed"
-        return events + self._told("output_item.done", output_index=place, item=item)
+        return events + self._event("output_item.done", output_index=place, item=item)
 
     def take_calls(self) -> list[tuple[int, Item]]:
         """Return the calls that the server must run, with their places in the output. Returns each call only once."""
         calls, self._calls = self._calls, []
         return calls
 
-    def ran(self, place: int, item: Item) -> bytes:
+    def end_call(self, place: int, item: Item) -> bytes:
         """Return the events that end a call, whose item has a result or an error, or neither if it was not run."""
         events = b""
         if item["status"] != "incomplete":
-            events = self._told(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)
-        return events + self._told("output_item.done", output_index=place, item=item)
+            events = self._event(f"mcp_call.{item['status']}", item_id=item["id"], output_index=place)
+        return events + self._event("output_item.done", output_index=place, item=item)
 
-    def _told(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": f"response.{kind}", **fields, "sequence_number": self._n_events}
         self._n_events += 1
         return typed_event(event) if self._is_stream else b""

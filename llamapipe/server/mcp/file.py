@@ -129,21 +129,21 @@ def _entry(label: str, fields: Any) -> McpEntry | None:
     for name in env:
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"env has {quoted(name)}, which is not the name of a variable")
-    return StdioServer(label, _text(fields, "command"), tuple(map(_expanded, args)), env, cwd)
+    return StdioServer(label, _text(fields, "command"), tuple(map(_expand, args)), env, cwd)
 
 
 def _text(fields: Mapping[str, Any], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key} must be a text that is not empty")
-    return _expanded(value)
+    return _expand(value)
 
 
 def _texts(fields: Mapping[str, Any], key: str) -> dict[str, str]:
     value = fields.get(key) or {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{key} must be an object of texts")
-    return {name: _expanded(text) for name, text in value.items()}
+    return {name: _expand(text) for name, text in value.items()}
 
 
 def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -154,7 +154,7 @@ def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
     return headers
 
 
-def _expanded(text: str) -> str:
+def _expand(text: str) -> str:
     """Return a text in which environment variables replace ``${NAME}`` and ``${NAME:-default}``.
 
     With these, the file need not contain secrets. Raises ValueError.

@@ -60,20 +60,20 @@ class LinkedServers:
 
     async def tools(self, label: str) -> Sequence[Tool]:
         """See ``McpServers.tools``."""
-        answer = await self._asked(_Question(label))
+        answer = await self._ask(_Question(label))
         assert answer.tools is not None
         return answer.tools
 
     async def call(self, label: str, tool: str, arguments: Mapping[str, Any]) -> Result:
         """See ``McpServers.call``."""
-        answer = await self._asked(_Question(label, tool, dict(arguments)))
+        answer = await self._ask(_Question(label, tool, dict(arguments)))
         assert answer.result is not None
         return answer.result
 
     def close(self) -> None:
         """Do nothing: the other process owns the servers."""
 
-    async def _asked(self, question: _Question) -> _Answer:
+    async def _ask(self, question: _Question) -> _Answer:
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_MOST_LINE)
             try:

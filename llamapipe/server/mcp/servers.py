@@ -309,11 +309,11 @@ class Connection:
 
     async def tools(self) -> list[Tool]:
         """Return the server's tools, cached until the list changes or the server ends. Raises McpError."""
-        return await self._current().tools()
+        return await self._current_life().tools()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
         """Call a tool. Raises McpError."""
-        return await self._current().call(tool, arguments)
+        return await self._current_life().call(tool, arguments)
 
     async def close(self) -> None:
         """End the server."""
@@ -321,7 +321,7 @@ class Connection:
         lives = {*self._ending, *((self._life,) if self._life is not None else ())}
         await asyncio.gather(*(life.end() for life in lives))
 
-    def _current(self) -> _Life:
+    def _current_life(self) -> _Life:
         if self._is_closed:
             raise McpError("the server is shutting down")
         life = self._life
@@ -348,7 +348,7 @@ class _Life:
         self._listing: asyncio.Task[list[Tool]] | None = None
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(_look_at)
-        self._owner = asyncio.ensure_future(self._own())
+        self._owner = asyncio.ensure_future(self._keep_open())
         self.is_over = self._is_ending = False
         self.n_running = 0
 
@@ -358,18 +358,18 @@ class _Life:
     async def tools(self) -> list[Tool]:
         """Return the tools that the server lists. Raises McpError."""
         if self._listing is None:
-            self._listing = asyncio.ensure_future(self._asked(self._read_tools, self._start_s))
-            self._listing.add_done_callback(self._listed)
+            self._listing = asyncio.ensure_future(self._ask(self._read_tools, self._start_s))
+            self._listing.add_done_callback(self._finish_listing)
         return await asyncio.shield(self._listing)
 
-    def _listed(self, task: asyncio.Task[list[Tool]]) -> None:
+    def _finish_listing(self, task: asyncio.Task[list[Tool]]) -> None:
         if (task.cancelled() or task.exception() is not None) and self._listing is task:
             self._listing = None
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Result:
         """Call a tool. Raises McpError."""
         return _result(
-            await self._asked(
+            await self._ask(
                 lambda client: client.call_tool(tool, dict(arguments), self._timeout_s), self._timeout_s
             )
         )
@@ -392,7 +392,7 @@ class _Life:
             self._owner.cancel()
 
     # ---- its task
-    async def _own(self) -> None:
+    async def _keep_open(self) -> None:
         """Keep the connection open until the server ends or ``end`` is called."""
         try:
             from mcp import Client
@@ -401,7 +401,7 @@ class _Life:
             async with Client(
                 self._new_transport(),
                 read_timeout_seconds=self._start_s,
-                message_handler=self._notified,
+                message_handler=self._on_message,
                 client_info=Implementation(name="llamapipe", version=llamapipe.__version__),
                 cache=None,
             ) as client:
@@ -441,16 +441,16 @@ class _Life:
 
         return over_http(self._entry.url, self._entry.headers, self._hosts)
 
-    async def _notified(self, message: object) -> None:
+    async def _on_message(self, message: object) -> None:
         if getattr(message, "method", None) == "notifications/tools/list_changed":
             self._listing = None
 
     # ---- requests
-    async def _asked(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
+    async def _ask(self, ask: Callable[[Client], Coroutine[Any, Any, T]], limit_s: float) -> T:
         """Send a request and return its answer. Raises McpError. Sets ``is_over`` if the server is no longer usable."""
         self.n_running += 1
         try:
-            client = await self._started()
+            client = await self._await_start()
             began = monotonic()
             task = asyncio.ensure_future(ask(client))
             try:
@@ -461,9 +461,11 @@ class _Life:
                 )
                 if task.done():
                     return task.result()
-                raise self._error(self._problem) if self._owner.done() else self._timed_out(began, limit_s)
+                raise (
+                    self._error(self._problem) if self._owner.done() else self._timeout_error(began, limit_s)
+                )
             except Exception as e:
-                raise self._explained(e, began, limit_s) from None
+                raise self._explain(e, began, limit_s) from None
             finally:
                 if not task.done():
                     task.cancel()
@@ -473,7 +475,7 @@ class _Life:
             if self.is_over and not self.n_running:
                 self._finish()
 
-    async def _started(self) -> Client:
+    async def _await_start(self) -> Client:
         done, _ = await asyncio.wait({self._ready}, timeout=self._start_s)
         if not done:
             what = f"did not start within {self._start_s:g} seconds"
@@ -483,12 +485,12 @@ class _Life:
             raise self._error(what, TIMED_OUT)
         return self._ready.result()
 
-    def _explained(self, error: Exception, began: float, limit_s: float) -> McpError:
+    def _explain(self, error: Exception, began: float, limit_s: float) -> McpError:
         if isinstance(error, McpError):
             return error
         code = getattr(getattr(error, "error", None), "code", None)  # the code of the package's MCPError
         if code == TIMED_OUT:
-            return self._timed_out(began, limit_s)
+            return self._timeout_error(began, limit_s)
         if self._stdio is not None and self._stdio.ended.is_set():
             self.is_over = True
             return self._error(self._problem)
@@ -499,7 +501,7 @@ class _Life:
             self.is_over = True
         return McpError(_short(str(error)), int(code))
 
-    def _timed_out(self, began: float, limit_s: float) -> McpError:
+    def _timeout_error(self, began: float, limit_s: float) -> McpError:
         """Return the error for a request that was not answered in time.
 
         A child that sent nothing during that time hangs. It is ended, and the next request starts another.

@@ -41,7 +41,7 @@ async def read(
     try:
         return await exchange.gate.convert(store.read, function, owner, *arguments, size=0)
     except MissingError as e:
-        raise missing(e, param) from None
+        raise missing_error(e, param) from None
     except UnfinishedError as e:
         raise ApiError(400, f"{e}: wait until its status is completed", param) from None
     except StoreError as e:
@@ -56,19 +56,19 @@ async def write(
     try:
         return await store.write(function, exchange.gate.owner_of(exchange), *arguments)
     except MissingError as e:
-        raise missing(e, param) from None
+        raise missing_error(e, param) from None
     except InUseError:
         raise ApiError(
             400, "a batch that has not ended reads this file: cancel the batch first", "id"
         ) from None
     except FullError as e:
-        raise _full(e) from None
+        raise _full_error(e) from None
     except StoreError as e:
         store.tell(e)
         raise ApiError(507, f"it cannot be stored: {e}", code="store_failed") from None
 
 
-def _full(error: FullError) -> ApiError:
+def _full_error(error: FullError) -> ApiError:
     """Return the error for data that does not fit into a client's share."""
     if error.is_too_large:
         return ApiError(413, str(error), code="too_large")
@@ -77,7 +77,7 @@ def _full(error: FullError) -> ApiError:
     return ApiError(429, f"You exceeded your current quota: {error}", code=QUOTA)
 
 
-def missing(error: MissingError, param: str | None = None) -> ApiError:
+def missing_error(error: MissingError, param: str | None = None) -> ApiError:
     """Return the error for an id that does not exist or belongs to another key."""
     if param == "previous_response_id":  # clients know this status and this code
         return ApiError(
@@ -94,7 +94,7 @@ def missing(error: MissingError, param: str | None = None) -> ApiError:
 
 
 class Kept:
-    """One answer's connection to the store; make it with ``kept_of``.
+    """One answer's connection to the store; make it with ``connect_to_store``.
 
     ``earlier``: the items that come before the input. ``id``: the answer's id without its prefix. ``is_stored``:
     whether it will be or was stored. ``previous``, ``conversation``: the id of the answer or conversation that it
@@ -144,17 +144,17 @@ class Kept:
             return
         exchange, store = self._exchange, self._exchange.gate.store
         assert store is not None
-        answer = self._new(response, items, output)
+        answer = self._new_answer(response, items, output)
         if answer.worker is not None:
             await write(exchange, store, store.add_answer, answer)
             return
         try:
             await store.write(store.add_answer, exchange.gate.owner_of(exchange), answer)
         except MissingError as e:
-            self._was_not(f"{e} any longer")
+            self._note_not_stored(f"{e} any longer")
         except StoreError as e:
             store.tell(e)
-            self._was_not(str(e))
+            self._note_not_stored(str(e))
 
     async def keep_for_later(
         self, response: Mapping[str, Any], items: Sequence[Item], body: bytes, events: Sequence[bytes]
@@ -164,11 +164,13 @@ class Kept:
         ``events``: see ``Runs.add``.
         """
         settings, store = self._exchange.gate.settings, store_of(self._exchange)
-        answer = self._new(response, items, ())._replace(is_listed=False)
+        answer = self._new_answer(response, items, ())._replace(is_listed=False)
         limits = settings.max_background, settings.store_bytes
         await write(self._exchange, store, Runs(store).add, answer, body, events, *limits)
 
-    def _new(self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]) -> NewAnswer:
+    def _new_answer(
+        self, response: Mapping[str, Any], items: Sequence[Item], output: Sequence[Item]
+    ) -> NewAnswer:
         is_listed = self.conversation is not None and response["status"] != "failed"
         body = {name: value for name, value in response.items() if name != "output"}
         worker = self._exchange.gate.inside_of(self._exchange).worker
@@ -184,13 +186,13 @@ class Kept:
             worker,
         )
 
-    def _was_not(self, why: str) -> None:
+    def _note_not_stored(self, why: str) -> None:
         self.is_stored = False
         reason = " ".join(why.encode("ascii", "replace").decode().split())
         self._exchange.answer_headers.append((NOT_STORED, reason.encode()))
 
 
-def kept_of(
+def connect_to_store(
     exchange: Exchange,
     stores: bool | None,
     previous: str | None,
@@ -219,7 +221,7 @@ def kept_of(
     return Kept(exchange, previous, conversation, stores is not False)
 
 
-async def resolved(exchange: Exchange, items: Sequence[Item], param: str) -> list[Item]:
+async def resolve_references(exchange: Exchange, items: Sequence[Item], param: str) -> list[Item]:
     """Return the items with stored ones in place of references to them. Raises ApiError 404, which names ``param``.
 
     Without a store, references are left as they are.
@@ -228,7 +230,7 @@ async def resolved(exchange: Exchange, items: Sequence[Item], param: str) -> lis
     if not places or exchange.gate.store is None:
         return list(items)
     store = exchange.gate.store
-    stored = await read(exchange, store, store.referred, list(places.values()), param=param)
+    stored = await read(exchange, store, store.read_referenced, list(places.values()), param=param)
     whole = list(items)
     for i, item in zip(places, stored, strict=True):
         whole[i] = item

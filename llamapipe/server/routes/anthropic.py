@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from llamapipe._messages import did_you_mean, quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.server._fields import Only, Unused, unused
+from llamapipe.server._fields import Only, Unused, unused_fields
 from llamapipe.server._tools import check_number
 from llamapipe.server.dialects.anthropic import AnthropicEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
@@ -132,7 +132,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def unused(self) -> tuple[str, ...]:
         """Return the tools that the model does not see, and the other tools' fields without effect, for the header."""
         tools = self.tools or ()
-        names = [(tool.hosted,) if tool.hosted is not None else unused(tool) for tool in tools]
+        names = [(tool.hosted,) if tool.hosted is not None else unused_fields(tool) for tool in tools]
         return tuple(dict.fromkeys(f"tools.{name}" for name in chain.from_iterable(names)))
 
     def functions(self) -> list[dict[str, Any]] | None:

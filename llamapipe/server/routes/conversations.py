@@ -16,7 +16,7 @@ from llamapipe._messages import did_you_mean, quoted
 from llamapipe.server._background import follow
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.requests.kept import read, resolved, store_of, write
+from llamapipe.server.requests.kept import read, resolve_references, store_of, write
 from llamapipe.server.requests.limits import check_metadata, check_n_messages
 from llamapipe.server.routes.responses import check_include, check_items
 from llamapipe.server.store.answers import Item, Page
@@ -185,5 +185,5 @@ def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:
     check_n_messages(exchange.gate, items, "items")
-    check_items(items := await resolved(exchange, items, "items"))
+    check_items(items := await resolve_references(exchange, items, "items"))
     return items

@@ -138,7 +138,7 @@ class Options(_Table, Lenient, kw_only=True):
         return sampling.params_with(defaults, tokenize, **values, **more)
 
     @classmethod
-    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def accept_fields(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the options with numbers and texts converted to their types. Unknown options have no effect."""
         kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
         unread = _unread(fields, kinds)
@@ -222,7 +222,7 @@ class OllamaRequest(Lenient, kw_only=True):
     """The base of requests that accept what Ollama accepts: Ollama ignores unknown fields."""
 
     @classmethod
-    def taken(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def accept_fields(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the fields of this route. Unknown fields have no effect, but fields of other routes are refused."""
         unread = _unread(fields, (*cls.__struct_fields__, *_OF_ROUTES))
         return {name: value for name, value in fields.items() if name not in unread}, unread

@@ -76,7 +76,7 @@ async def jobs(exchange: Exchange) -> Response:
     if store is None or files is None:
         return JsonResponse({"is_stored": False, "batches": [], "answers": []})
     batches, _ = await read(exchange, files, files.batches, None, _MOST_JOBS)
-    answers = await read(exchange, store, Runs(store).listed, _MOST_JOBS)
+    answers = await read(exchange, store, Runs(store).list_newest, _MOST_JOBS)
     return JsonResponse({"is_stored": True, "batches": batches, "answers": answers})
 
 

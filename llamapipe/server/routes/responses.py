@@ -17,7 +17,7 @@ from llamapipe.chat.options import ChatOptions
 from llamapipe.media.decode import is_media
 from llamapipe.server import _background
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualified, tools_of
+from llamapipe.server._tools import ClientName, Tools, custom_arguments, qualify, tools_of
 from llamapipe.server.dialects.encoder import Counts
 from llamapipe.server.dialects.responses import ResponsesEncoder
 from llamapipe.server.endpoint import PING, SUBMITTED, EventStream, Exchange, JsonResponse
@@ -32,7 +32,7 @@ from llamapipe.server.requests.generation import (
     template_args,
 )
 from llamapipe.server.requests.job import encoded
-from llamapipe.server.requests.kept import Kept, kept_of, resolved
+from llamapipe.server.requests.kept import Kept, connect_to_store, resolve_references
 from llamapipe.server.requests.limits import CHAT_TOP, check_metadata, check_n_messages, check_top
 from llamapipe.server.requests.mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
 from llamapipe.server.requests.media import PlacedPart
@@ -106,7 +106,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # With a store; without one, see ``unused`` and ``kept_of``.
+    # With a store; without one, see ``unused`` and ``connect_to_store``.
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -257,11 +257,11 @@ def _add(messages: list[Message], place: str, item: Mapping[str, Any], tools: To
 def _name(place: str, item: Mapping[str, Any], tools: Tools) -> str:
     """Return the name by which the model knows the tool that an item calls."""
     name, namespace = _string(place, item, "name"), item.get("namespace")
-    for flat in (name, qualified(name, namespace) if isinstance(namespace, str) else name):
+    for flat in (name, qualify(name, namespace) if isinstance(namespace, str) else name):
         known = tools.names.get(flat)
         if known is not None and known == ClientName(name, namespace, known.is_custom):
             return flat
-    return qualified(name, namespace) if isinstance(namespace, str) else name
+    return qualify(name, namespace) if isinstance(namespace, str) else name
 
 
 def _answer(messages: list[Message]) -> Message:
@@ -383,12 +383,12 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     await note_unread(exchange, request.chat_template_kwargs)
     check_n_messages(exchange.server, request.input, "input")
-    kept = kept_of(exchange, stores, request.previous_response_id, request.conversation)
+    kept = connect_to_store(exchange, stores, request.previous_response_id, request.conversation)
     if kept.is_stored:
         check_metadata(request.metadata)
     text = request.input
     sent = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    items = await resolved(exchange, sent, "input")
+    items = await resolve_references(exchange, sent, "input")
     await kept.load(len(items))
     return kept, items
 
@@ -592,7 +592,7 @@ class _Answer:
                 item["status"] = "incomplete"  # if it does not end
                 if not self._encoder.is_cut:
                     await self._run(item)
-                yield self._encoder.ran(place, item)
+                yield self._encoder.end_call(place, item)
         except (asyncio.CancelledError, GeneratorExit):
             is_gone = True
             raise

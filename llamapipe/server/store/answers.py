@@ -381,7 +381,7 @@ class Store(Database):
         )
         return item
 
-    def referred(self, owner: str, ids: Sequence[str], connection: sqlite3.Connection) -> list[Item]:
+    def read_referenced(self, owner: str, ids: Sequence[str], connection: sqlite3.Connection) -> list[Item]:
         """Return the items with these ids, from any thread of the owner. Raises MissingError."""
         items: list[Item] = []
         for item_id in ids:

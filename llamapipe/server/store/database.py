@@ -79,7 +79,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._clock_s = time.time() - _passed_s()
+        self._clock_s = time.time() - _clock_s()
         self._told_at = -_TELL_S
         self._readers: list[sqlite3.Connection] = []  # that nobody uses
         self._is_closed = False
@@ -189,7 +189,7 @@ class Database:
 
     def _clock_has_jumped(self) -> bool:
         """Return whether the clock was set ahead since the file was opened, so that ages are unknown."""
-        return time.time() - _passed_s() - self._clock_s > _JUMP_S
+        return time.time() - _clock_s() - self._clock_s > _JUMP_S
 
     def _look_again(self) -> None:
         """Check the file again: other processes may have written to it."""
@@ -287,7 +287,7 @@ class _Job(NamedTuple):
                 self.loop.call_soon_threadsafe(settle, self.future, result, error)
 
 
-def _passed_s() -> float:
+def _clock_s() -> float:
     """Read a clock that nobody can set, and that also counts while the machine sleeps."""
     if not hasattr(time, "clock_gettime"):
         return time.monotonic()

@@ -248,7 +248,7 @@ class Files(Database):
 
     def batch(self, owner: str, batch_id: str, connection: sqlite3.Connection) -> dict[str, Any]:
         """Return a batch, in the form of the API. Raises MissingError."""
-        return _shown(self._batch(connection, owner, batch_id))
+        return _batch_object(self._batch(connection, owner, batch_id))
 
     def batches(
         self, owner: str, after: str | None, limit: int, connection: sqlite3.Connection
@@ -256,7 +256,7 @@ class Files(Database):
         """Return the newest ``limit`` batches of an owner, and whether there are more. Raises MissingError."""
         start = None if after is None else self._batch(connection, owner, after)["number"]
         rows = _page(connection, "batches", "1", {}, owner, start, limit, False)
-        return [_shown(row) for row in rows[:limit]], len(rows) > limit
+        return [_batch_object(row) for row in rows[:limit]], len(rows) > limit
 
     # ---- for the processes that compute
     def look(self, connection: sqlite3.Connection) -> list[Place]:
@@ -295,7 +295,7 @@ class Files(Database):
         self.writer.execute("UPDATE batches SET n_total = ? WHERE number = ?", (n_total, number))
         self._set(row, "in_progress")
 
-    def done(self, number: int, connection: sqlite3.Connection) -> set[int]:
+    def done_lines(self, number: int, connection: sqlite3.Connection) -> set[int]:
         """Return the numbers of a batch's lines that have results."""
         rows = connection.execute(
             "SELECT p.number FROM batches b JOIN parts p ON p.file IN (b.output, b.errors) WHERE b.number = ?",
@@ -484,7 +484,7 @@ def _file(row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def _shown(row: sqlite3.Row) -> dict[str, Any]:
+def _batch_object(row: sqlite3.Row) -> dict[str, Any]:
     body: dict[str, Any] = msgspec.json.decode(row["body"])
     counts = {"total": row["n_total"], "completed": row["n_completed"], "failed": row["n_failed"]}
     return {**body, "request_counts": counts}

@@ -42,7 +42,7 @@ class Presence:
             os.close(self._lock)
             self._lock = None
 
-    def dead(self, names: Iterable[str | None]) -> list[str]:
+    def find_ended(self, names: Iterable[str | None]) -> list[str]:
         """Return which of these names belong to other processes that have ended."""
         dead = []
         for name in {name for name in names if name is not None} - {self.name}:

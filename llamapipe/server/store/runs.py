@@ -119,7 +119,9 @@ class Runs:
             self._store.change_answer(answer_id, {"status": "cancelled"})
         return body, bool(body.get("background"))
 
-    def told(self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection) -> Told | None:
+    def read_events(
+        self, owner: str, answer_id: str, after: int, connection: sqlite3.Connection
+    ) -> Told | None:
         """Return the part of a stream after event ``after``; None if the answer has no stream. Raises MissingError."""
         answer = self._store.answer(owner, answer_id, connection)
         (last,) = connection.execute(_LAST_EVENT, (answer_id,)).fetchone()
@@ -133,7 +135,7 @@ class Runs:
         is_last = not runs and (events[-1][0] if events else after) >= last
         return Told(events, answer if is_last else None, last + 1)
 
-    def listed(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    def list_newest(self, owner: str, limit: int, connection: sqlite3.Connection) -> list[dict[str, Any]]:
         """Return the newest ``limit`` runs of an owner that have not ended, the newest first.
 
         ``n_events`` in a run: the number of events that its stream has sent.

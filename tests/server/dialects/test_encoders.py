@@ -476,7 +476,7 @@ class TestResponses:
         ((place, item),) = encoder.take_calls()
         assert item["arguments"] == '{"a": 1}' and not encoder.take_calls() and not encoder.needs_client
         item |= {"output": "1", "status": "completed"}
-        data += encoder.ran(place, item) + sent(encoder, [chat_part("One."), chat_part(reason="stop")])
+        data += encoder.end_call(place, item) + sent(encoder, [chat_part("One."), chat_part(reason="stop")])
         assert self.told(data)[2:] == [
             ("output_item.added", 0),
             ("mcp_call.in_progress", 0),

@@ -9,12 +9,16 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 from make_model import finish, vocabulary
+
+if TYPE_CHECKING:
+    from make_dflash import DFlashShape
+    from make_eagle3 import Eagle3Shape
 
 Tensors = Mapping[str, npt.NDArray[np.floating[Any]]]
 KINDS = {
@@ -55,6 +59,32 @@ def random_weights(rng: np.random.Generator, dims: tuple[int, ...], gain: float)
     """Ones for a vector, random numbers for a matrix, times ``gain``; products with a matrix keep the input's size."""
     values = np.ones(dims) if len(dims) == 1 else rng.standard_normal(dims) / np.sqrt(dims[-1])
     return (values * gain).astype(np.float32)
+
+
+def begin_draft(
+    path: str | os.PathLike[str],
+    arch: str,
+    name: str,
+    n_layers: int,
+    shape: DFlashShape | Eagle3Shape,
+    n_vocab: int,
+) -> gguf.GGUFWriter:
+    """Return the writer of a draft's file, after writing the draft's name and shape."""
+    writer = gguf.GGUFWriter(os.fspath(path), arch)
+    writer.add_name(name)
+    writer.add_block_count(n_layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.heads_kv)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_rope_dimension_count(shape.head)
+    writer.add_rope_freq_base(shape.freq_base)
+    writer.add_layer_norm_rms_eps(shape.eps)
+    writer.add_vocab_size(n_vocab)
+    return writer
 
 
 def write_tensors(

@@ -16,10 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 import numpy.typing as npt
-from draft_files import Tensors, draft_options, n_tokens, random_weights, rows_of, some_tokens, write_tensors
+from draft_files import (
+    Tensors,
+    begin_draft,
+    draft_options,
+    n_tokens,
+    random_weights,
+    rows_of,
+    some_tokens,
+    write_tensors,
+)
 from make_eagle3 import shape_for
 from make_model import rotation, vocabulary
 
@@ -111,20 +119,9 @@ def write_dflash(
     It has the model's vocabulary, and its token embeddings unless ``tensors`` has others.
     """
     fields = vocabulary(os.fspath(target))
-    writer = gguf.GGUFWriter(os.fspath(path), "dflash")
-    writer.add_name(f"{'DSpark' if shape.is_dspark else 'DFlash'} draft for {Path(target).name}")
-    writer.add_block_count(shape.n_layers)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.heads_kv)
-    writer.add_key_length(shape.head)
-    writer.add_value_length(shape.head)
-    writer.add_rope_dimension_count(shape.head)
-    writer.add_rope_freq_base(shape.freq_base)
-    writer.add_layer_norm_rms_eps(shape.eps)
-    writer.add_vocab_size(len(fields["tokenizer.ggml.tokens"].value))
+    n_vocab = len(fields["tokenizer.ggml.tokens"].value)
+    name = f"{'DSpark' if shape.is_dspark else 'DFlash'} draft for {Path(target).name}"
+    writer = begin_draft(path, "dflash", name, shape.n_layers, shape, n_vocab)
     writer.add_array("dflash.target_layers", list(shape.layers))
     writer.add_uint32("dflash.block_size", shape.block)
     if shape.is_causal:

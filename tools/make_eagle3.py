@@ -19,7 +19,16 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from draft_files import Tensors, draft_options, n_tokens, random_weights, rows_of, some_tokens, write_tensors
+from draft_files import (
+    Tensors,
+    begin_draft,
+    draft_options,
+    n_tokens,
+    random_weights,
+    rows_of,
+    some_tokens,
+    write_tensors,
+)
 from make_model import rotation, vocabulary
 
 
@@ -103,20 +112,9 @@ def write_eagle3(
     It has the model's vocabulary, and its token embeddings unless ``tensors`` has others.
     """
     fields = vocabulary(os.fspath(target))
-    writer = gguf.GGUFWriter(os.fspath(path), "eagle3")
-    writer.add_name(f"EAGLE-3 draft for {Path(target).name}")
-    writer.add_block_count(1)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.heads_kv)
-    writer.add_key_length(shape.head)
-    writer.add_value_length(shape.head)
-    writer.add_rope_dimension_count(shape.head)
-    writer.add_rope_freq_base(shape.freq_base)
-    writer.add_layer_norm_rms_eps(shape.eps)
-    writer.add_vocab_size(len(fields["tokenizer.ggml.tokens"].value))
+    n_vocab = len(fields["tokenizer.ggml.tokens"].value)
+    name = f"EAGLE-3 draft for {Path(target).name}"
+    writer = begin_draft(path, "eagle3", name, 1, shape, n_vocab)
     writer.add_array("eagle3.target_layers", list(shape.layers))
     writer.add_uint32("eagle3.target_hidden_size", shape.target_width)
     if shape.residual_norm:

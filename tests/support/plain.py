@@ -19,6 +19,11 @@ def greedy(max_tokens: int | None, **options: Any) -> lp.SamplingParams:
     return lp.SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **options})
 
 
+def tokens_of(n: int, seed: int) -> list[int]:
+    """Tokens of the vocabularies of all small models."""
+    return [5 + (seed * 37 + i * 11 + i * i) % 100 for i in range(n)]
+
+
 class PlainLoop:
     """Prompts in chunks of ``n_ubatch``, then one token a decode, greedy; one sequence, one thread."""
 

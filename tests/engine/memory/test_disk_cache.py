@@ -116,12 +116,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield loaded
 
 
-@pytest.fixture(scope="module")
-def plain(model: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(model) as reference:
-        yield reference
-
-
 def prompt_of(which: int) -> list[int]:
     """Prompts that share their first tokens."""
     return [20 + (i * 11 + i * i + (which * 37 if i >= COMMON else 0)) % 150 for i in range(PROMPT)]

@@ -10,7 +10,7 @@ import pytest
 from support.control import Worker, all_results
 from support.gguf_models import hybrid_model, sliding_window_model
 from support.inside import pipeline_of, step_executor_of
-from support.plain import PlainLoop, greedy, plain_loop
+from support.plain import PlainLoop, greedy, plain_loop, tokens_of
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import CellChanges, MemoryOp, Remove
@@ -30,18 +30,6 @@ def model(
     path: Path = tmp_path_factory.mktemp("models") / "model.gguf"
     with lp.Model(KINDS[request.param](path)) as loaded:
         yield loaded
-
-
-@pytest.fixture(scope="module")
-def plain(model: lp.Model) -> Iterator[PlainLoop]:
-    """The same tokens without an engine."""
-    with plain_loop(model) as loop:
-        yield loop
-
-
-def tokens_of(n: int, seed: int) -> list[int]:
-    """Tokens of all these vocabularies."""
-    return [5 + (seed * 37 + i * 11 + i * i) % 100 for i in range(n)]
 
 
 @pytest.mark.parametrize("kv_unified", [False, True])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.forgeries import CHECK, HEAD, PLACE, forged, parts, signed
 from support.gguf_models import tiny_architecture
-from support.plain import PlainLoop, greedy, plain_loop
+from support.plain import PlainLoop, greedy
 
 import llamapipe as lp
 from llamapipe import cache_file
@@ -30,12 +30,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         tiny_architecture(tmp_path_factory.mktemp("models") / f"{request.param}.gguf", request.param)
     ) as loaded:
         yield loaded
-
-
-@pytest.fixture(scope="module")
-def plain(model: lp.Model) -> Iterator[PlainLoop]:
-    with plain_loop(model) as loop:
-        yield loop
 
 
 def prompt_of(which: int, n: int = PROMPT) -> list[int]:

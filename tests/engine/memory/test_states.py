@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.control import Worker, all_results
 from support.gguf_models import hybrid_model, recurrent_model, sliding_window_model
-from support.plain import PlainLoop, greedy, plain_loop
+from support.plain import PlainLoop, greedy, tokens_of
 
 import llamapipe as lp
 from llamapipe._engine.policy.core import Forget, Request, RequestSpec, SaveState
@@ -46,18 +46,6 @@ def make_engine(request: pytest.FixtureRequest, make_engine: MakeEngine) -> part
     """Engines whose windows keep all cells, or the last ones only."""
     swa_full = request.node.callspec.params["model"] != "last window"
     return partial(make_engine, swa_full=swa_full)
-
-
-@pytest.fixture(scope="module")
-def plain(model: lp.Model) -> Iterator[PlainLoop]:
-    """The same tokens without an engine."""
-    with plain_loop(model) as loop:
-        yield loop
-
-
-def tokens_of(n: int, seed: int) -> list[int]:
-    """Tokens of all these vocabularies."""
-    return [5 + (seed * 37 + i * 11 + i * i) % 100 for i in range(n)]
 
 
 def n_computed(engine: lp.Engine, work: Callable[[], object]) -> int:

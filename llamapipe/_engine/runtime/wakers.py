@@ -54,11 +54,6 @@ class WakeQueue:
         woken: bool = self._native.lib.lp_waiter_wait(waiter, self.handle, timeout)
         return woken
 
-    def asleep(self, waiter: Waiter) -> bool:
-        """Return whether a thread sleeps on the waiter."""
-        sleeps: bool = self._native.lib.lp_waiter_asleep(waiter)
-        return sleeps
-
     def add(self, waiters: Sequence[Waiter]) -> None:
         """Append waiters to the queue without waking them."""
         if self._native.lib.lp_wake_queue_add(self.handle, waiters, len(waiters)) < 0:
@@ -67,13 +62,6 @@ class WakeQueue:
     def next(self) -> None:
         """Wake the next sleeping thread, or all if the last woken thread takes long to wait again."""
         self._native.lib.lp_wake_queue_yield_turn(self.handle)
-
-    def wake_all_if_stalled(self) -> None:
-        """Wake all remaining threads if the last woken one takes long. CPU launches do the same while they compute."""
-        self._native.lib.lp_wake_queue_wake_all_if_stalled(self.handle)
-
-    def all(self) -> None:
-        self._native.lib.lp_wake_queue_wake_all(self.handle)
 
 
 class LaunchWakeList:
@@ -123,10 +111,6 @@ class LaunchWakeList:
             self._waiters = self.handle.waiters = self._native.ffi.new("lp_waiter *[]", 2 * n)
         self._waiters[0:n] = self._kept
         self.handle.n_waiters = n
-
-    def begin(self) -> None:
-        """Write the bytes and wake the first thread, as a launch does at its beginning."""
-        self._native.lib.lp_wake_list_begin(self.handle)
 
     def now(self) -> None:
         """Wake all entries now, and the threads left in the queue."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.control import turn, until
 from support.inside import thread_of, wakers_of
+from support.native_wakes import begin_launch
 from support.run_script import run_script
 
 import llamapipe as lp
@@ -116,7 +117,7 @@ def test_a_ring_at_launch_waits_for_it_and_no_longer() -> None:
             await turn(10)
             assert not reading.done()
             if launched:
-                dispatcher.wakes.begin()
+                begin_launch(dispatcher.wakes)
             else:
                 dispatcher.flush(together=True)
             assert await reading == "a"

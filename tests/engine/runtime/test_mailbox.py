@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.control import wait_until
+from support.native_wakes import begin_launch, sleeps, wake_all_if_stalled
 from support.run_script import Script
 
 from llamapipe._engine.runtime import mailboxes as module
@@ -27,7 +28,6 @@ class Reader:
         self, dispatcher: ResultDispatcher, n_items: int = 1, then: Callable[[], object] = lambda: None
     ) -> None:
         self.mailbox = ThreadMailbox(dispatcher)
-        self._wake_queue = dispatcher._wake_queue
         self.came: list[object] = []
         self._n_items = n_items
         self._then = then
@@ -41,7 +41,7 @@ class Reader:
 
     def asleep(self) -> bool:
         waiter = self.mailbox.waiter
-        return waiter is not None and self._wake_queue.asleep(waiter)
+        return waiter is not None and sleeps(waiter)
 
     def has_come(self) -> bool:
         return bool(self.came)
@@ -97,7 +97,7 @@ def test_a_launch_wakes_the_first_and_each_the_next_when_it_waits_again() -> Non
         reader.mailbox.put(i)
     dispatcher.flush()
     assert [reader.came for reader in readers] == [[]] * N  # nobody before the launch
-    dispatcher.wakes.begin()  # what a launch does
+    begin_launch(dispatcher.wakes)  # what a launch does
     for i, reader in enumerate(readers):
         wait_until(reader.has_come)
         assert [reader.asleep() for reader in readers[i + 1 :]] == [True] * (N - i - 1)
@@ -119,10 +119,10 @@ def test_whoever_keeps_its_turn_for_long_is_not_waited_for() -> None:
     for reader in readers:
         reader.mailbox.put(1)
     dispatcher.flush()
-    dispatcher.wakes.begin()
+    begin_launch(dispatcher.wakes)
 
     def all_came() -> bool:
-        dispatcher._wake_queue.wake_all_if_stalled()
+        wake_all_if_stalled(dispatcher._wake_queue)
         return all(reader.came for reader in readers)
 
     wait_until(all_came)
@@ -138,14 +138,14 @@ def test_turns_that_have_not_come_stay_before_those_of_the_next_step() -> None:
     for reader in (slow, waiting[0]):
         reader.mailbox.put(1)
     dispatcher.flush()
-    dispatcher.wakes.begin()
+    begin_launch(dispatcher.wakes)
     wait_until(slow.has_come)
-    dispatcher._wake_queue.wake_all_if_stalled()  # not that long
+    wake_all_if_stalled(dispatcher._wake_queue)  # not that long
     waiting[1].mailbox.put(1)
     dispatcher.flush()
     assert [reader.asleep() for reader in waiting] == [True, True]
     for reader in waiting:
-        dispatcher.wakes.begin()
+        begin_launch(dispatcher.wakes)
         wait_until(reader.has_come)
     go_on.set()
     for reader in (slow, *waiting):
@@ -212,7 +212,7 @@ def test_get_ends_at_its_timeout() -> None:
         with pytest.raises(Empty):
             mailbox.get(perf_counter() + timeout)
     assert mailbox.waiter is not None
-    assert not dispatcher._wake_queue.asleep(mailbox.waiter)
+    assert not sleeps(mailbox.waiter)
     mailbox.put("late")
     assert mailbox.get(perf_counter()) == "late"  # what is there needs no time
     with pytest.raises(Empty):
@@ -227,7 +227,7 @@ def test_whoever_waits_passes_the_turn_on_first() -> None:
     for reader in (slow, waiting):
         reader.mailbox.put(1)
     dispatcher.flush()
-    dispatcher.wakes.begin()
+    begin_launch(dispatcher.wakes)
     slow.join()
     assert waiting.asleep()
     with pytest.raises(Empty):
@@ -289,6 +289,7 @@ import os, signal, threading
 from llamapipe._engine.runtime import mailboxes as module
 from llamapipe._engine.runtime.mailboxes import ThreadMailbox
 from llamapipe._engine.runtime.mailboxes import ResultDispatcher
+from llamapipe.native.load import native
 module._RECHECK_S = 1000.0
 dispatcher = ResultDispatcher()
 mailbox, ended = ThreadMailbox(dispatcher), threading.Event()
@@ -298,7 +299,7 @@ def interrupt(*_):
         raise KeyboardInterrupt
 signal.signal(signal.SIGINT, interrupt)
 def press():
-    while mailbox.waiter is None or not dispatcher._wake_queue.asleep(mailbox.waiter):
+    while mailbox.waiter is None or not native().lib.lp_waiter_asleep(mailbox.waiter):
         pass
     while not ended.wait(0.01):  # one that comes just before the wait does not end it
         os.kill(os.getpid(), signal.SIGINT)
@@ -307,7 +308,7 @@ thread.start()
 try:
     mailbox.get()
 except KeyboardInterrupt:
-    say(dispatcher._wake_queue.asleep(mailbox.waiter))
+    say(native().lib.lp_waiter_asleep(mailbox.waiter))
 thread.join()
 mailbox.put("there")
 say(mailbox.get())

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 from support.control import wait_until
+from support.native_wakes import begin_launch, sleeps, wake_all
 
 import llamapipe as lp
 from llamapipe._engine.runtime import wakers as module
@@ -31,7 +32,7 @@ class Sleeper:
         self.launched = threading.Event()
         self.thread = threading.Thread(target=self._sleep, daemon=True)
         self.thread.start()
-        wait_until(lambda: wake_queue.asleep(self.waiter))
+        wait_until(lambda: sleeps(self.waiter))
 
     def _sleep(self) -> None:
         self.woken = self._wake_queue.wait(self.waiter, FOREVER_S)
@@ -90,7 +91,7 @@ def test_a_wake_that_finds_nobody_is_kept_for_one_wait() -> None:
     wake_queue = WakeQueue()
     waiter = wake_queue.waiter()
     wake_queue.add([waiter, waiter])
-    wake_queue.all()
+    wake_all(wake_queue)
     assert wake_queue.wait(waiter, FOREVER_S)
     assert not wake_queue.wait(waiter, 0.001)
 
@@ -106,7 +107,7 @@ def test_a_list_grows() -> None:
     wakes.remove_file(2010)
     wakes.remove_file(1)
     assert wakes.files == [2000, 2001, 2002, *range(2004, 2010)]
-    wakes.begin()
+    begin_launch(wakes)
     assert wakes.files == []
     assert all(wake_queue.wait(waiter, FOREVER_S) for waiter in waiters)  # nobody slept: all were passed over
     wakes.add(waiters[:1])

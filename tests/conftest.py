@@ -144,7 +144,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.eager_gate import EagerGate
 
     monkeypatch.setattr(EagerGate, "rng", random.Random(1))
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+    monkeypatch.setattr("llamapipe._engine.assembly.Gate", EagerGate)
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_images_in_part(model: lp.Model, reference: Reference) -> None:
 
 
 def test_guesses_after_an_image(model: lp.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+    monkeypatch.setattr("llamapipe._engine.assembly.Gate", EagerGate)
     messages, _ = question(0, 1)
     plain = lp.SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculate="off")
     with lp.Engine(model, **CELLS, n_ctx=512, n_seq_max=2) as engine:

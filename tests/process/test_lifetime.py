@@ -218,7 +218,7 @@ def test_sizes_that_are_rarely_meant_are_logged(
     n_free_bytes: int | None,
     expected: str | None,
 ) -> None:
-    monkeypatch.setattr("llamapipe.engine.free_memory", lambda: n_free_bytes)
+    monkeypatch.setattr("llamapipe._engine.assembly.free_memory", lambda: n_free_bytes)
     with lp.Engine(tiny, n_ctx=n_ctx, n_seq_max=1, n_threads=1):
         logged = [r.getMessage() for r in caplog.records if r.name == "llamapipe"]
     assert len(logged) == (expected is not None)

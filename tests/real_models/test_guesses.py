@@ -51,7 +51,7 @@ def test_texts_are_those_without_guesses(
 ) -> None:
     if not native().lib.lp_kernels_attend():
         pytest.skip("rows depend on one another without llamapipe's kernels")
-    monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+    monkeypatch.setattr("llamapipe._engine.assembly.Gate", EagerGate)
     path = None if draft is None else real_model(draft)
     with (
         lp.Model(real_model(name)) as model,

@@ -10,7 +10,7 @@ from llamapipe._engine.policy.speculation import Gate, Guess, alternatives
 
 
 class EagerGate(Gate):
-    """Put it in the place of ``llamapipe.engine.Gate``."""
+    """Put it in the place of ``llamapipe._engine.assembly.Gate``."""
 
     rng = random.Random(1)
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-import llamapipe.engine
+import llamapipe._engine.assembly
 from llamapipe.engine import Engine
 from llamapipe.errors import LlamapipeError
 from llamapipe.llama import Context, DecodeBatch, Model
@@ -40,7 +40,7 @@ def use(path: Path) -> str:
 
 def draft(path: Path, target: Path) -> str:
     """Draft for a model with a draft file."""
-    llamapipe.engine.Gate = EagerGate  # type: ignore[attr-defined]
+    llamapipe._engine.assembly.Gate = EagerGate  # type: ignore[attr-defined]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, speculate="draft")
     with Engine(target, n_ctx=64, n_seq_max=2, n_threads=1, draft=path) as engine:
         engine.generate([[40, 41, 42], [70, 71]], params)

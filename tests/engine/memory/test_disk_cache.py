@@ -163,7 +163,7 @@ def test_a_model_with_an_mtp_layer(make_engine: MakeEngine, tmp_path: Path) -> N
 def test_cells_of_an_unknown_form(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("llamapipe.engine._state_layout", lambda pipeline: None)
+    monkeypatch.setattr("llamapipe.engine.state_layout", lambda pipeline: None)
     with make_engine(cache_bytes=BUDGET, cache_dir=tmp_path) as engine:
         ask(engine, prompt(0))
     assert "cache_dir has no effect" in caplog.text and files_of(tmp_path) == []

@@ -262,7 +262,7 @@ def test_on_llama_cpp(tiny: lp.Model, loop: PlainLoop, options: dict[str, Any]) 
 @pytest.mark.parametrize("kind", ["recurrent", "sliding window", "hybrid", "delta net"])
 def test_on_other_memories(tmp_path: Path, kind: str, guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if guesses:
-        monkeypatch.setattr("llamapipe.engine.Gate", EagerGate)
+        monkeypatch.setattr("llamapipe._engine.assembly.Gate", EagerGate)
     makers: dict[str, Callable[[Path], Path]] = {
         "recurrent": recurrent_model,
         "sliding window": sliding_window_model,

@@ -111,7 +111,7 @@ def test_a_bad_layer_is_given_up(
         drafted.append(len(chosen))
         return draft(self, chosen, worth)
 
-    monkeypatch.setattr("llamapipe.engine.Gate", Gate)
+    monkeypatch.setattr("llamapipe._engine.assembly.Gate", Gate)
     monkeypatch.setattr(Gate, "next_drafter", lambda self: self.drafter)
     monkeypatch.setattr(StepTimes, "of", lambda self, n: 1.0 + row_s * (n - 1))
     monkeypatch.setattr(MtpLayer, "draft", counted)

@@ -138,8 +138,25 @@ class Choice:
         return None if self.logprobs is None else math.fsum(entry.logprob for entry in self.logprobs)
 
 
+class _Answer:
+    """The counters that completions and answers to conversations share."""
+
+    choices: tuple[Choice, ...] | tuple[ChatChoice, ...]
+    timings: Timings
+
+    @property
+    def n_completion_tokens(self) -> int:
+        """Generated tokens of all choices, reasoning and tool calls included."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of all choices, divided by the time from submission to the end."""
+        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
+
+
 @dataclass(frozen=True, repr=False)
-class Completion:
+class Completion(_Answer):
     """The result of a prompt: its ``choices``, one or more, and counters.
 
     ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
@@ -201,16 +218,6 @@ class Completion:
     def cumulative_logprob(self) -> float | None:
         """The sum of the first choice's log-probabilities; None without ``SamplingParams(logprobs=...)``."""
         return self.choices[0].cumulative_logprob
-
-    @property
-    def n_completion_tokens(self) -> int:
-        """Generated tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all choices, divided by the time from submission to the end."""
-        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
 
 
 class Delta(NamedTuple):
@@ -423,7 +430,7 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, repr=False)
-class ChatCompletion:
+class ChatCompletion(_Answer):
     """The answer to a conversation: its ``choices``, one or more, and the counters of a ``Completion``.
 
     ``content``, ``reasoning``, ``tool_calls``, ``finish_reason`` and ``message`` are those of the first choice.
@@ -470,16 +477,6 @@ class ChatCompletion:
     def message(self) -> dict[str, Any]:
         """The first choice as a message, to be appended to the conversation."""
         return self.choices[0].message
-
-    @property
-    def n_completion_tokens(self) -> int:
-        """Generated tokens of all choices, reasoning and tool calls included."""
-        return sum(len(choice.token_ids) for choice in self.choices)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all choices, divided by the time from submission to the end."""
-        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
 
 
 class ChatDelta(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -100,6 +100,42 @@ class TokenLogprob(_TokenLogprob):
     def __repr__(self) -> str:
         top = f", top={list(self.top)}" if self.top else ""
         return f"TokenLogprob({self.id}, {self.text!r}, {self.logprob:.4f}{top})"
+
+
+class LogprobLists(NamedTuple):
+    """The parts of ``logprobs`` in OpenAI's completions: lists with an entry for each token."""
+
+    tokens: list[str]
+    logprobs: list[float | None]
+    tops: list[dict[str, float] | None]
+    offsets: list[int]
+
+
+def logprob_lists(
+    entries: Iterable[TokenLogprob],
+    first: int | None,
+    text_of: Callable[[int], str],
+    offset_of: Callable[[int], int],
+    top_of: Callable[[TokenLogprob, str], dict[str, float]],
+) -> LogprobLists:
+    """Return the lists for tokens, each of which is passed to the functions once and in order.
+
+    ``first``: a token before them that has no log-probability. ``offset_of``: where a token begins in the text.
+    ``top_of``: the log-probabilities by text, from an entry and the text of its token.
+    """
+    lists = LogprobLists([], [], [], [])
+    if first is not None:
+        lists.tokens.append(text_of(first))
+        lists.offsets.append(offset_of(first))
+        lists.logprobs.append(None)
+        lists.tops.append(None)
+    for entry in entries:
+        text = text_of(entry.id)
+        lists.tokens.append(text)
+        lists.offsets.append(offset_of(entry.id))
+        lists.logprobs.append(entry.logprob)
+        lists.tops.append(top_of(entry, text))
+    return lists
 
 
 @dataclass(frozen=True, repr=False)

@@ -291,7 +291,7 @@ def size_of(values: Any) -> int:
 
 
 def _n_characters(values: Any, most: int, per_value: int) -> int:
-    """Count characters and ``per_value`` for each value until the count exceeds ``most``. An image counts as a long text."""
+    """Count characters, and ``per_value`` for each value, to a count above ``most``. An image counts as a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:

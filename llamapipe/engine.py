@@ -297,16 +297,16 @@ class Engine(BlockingCalls, AsyncOwner):
         _check_types(model, draft, tuning)
         depth = tuning.pipeline_depth
         depth = None if depth is None else int_of("pipeline_depth", depth)
-        self._trace_path = _trace_path(tuning.trace)
+        self._trace_path = _check_trace_path(tuning.trace)
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
-        folder = _cache_folder(cache_dir, cache_mode, n_cache_bytes)
+        folder = _check_cache_folder(cache_dir, cache_mode, n_cache_bytes)
         self._uses_files = cache_mode is True and n_cache_bytes != 0
         n_folder_bytes = _CACHE_DIR_BYTES
         if cache_dir_bytes is not None:
             n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
-        kv_events = _kv_events(tuning.kv_events, cache_mode)
+        kv_events = _check_kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
         min_room = int_of("min_room", tuning.min_room)
         moe_cache_size = 0
@@ -339,7 +339,7 @@ class Engine(BlockingCalls, AsyncOwner):
             depth = _depth_for_drafts(depth, has_mtp, draft)
 
             # 3. The context: the KV cells, and the buffers of a step.
-            swa_full = _swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
+            swa_full = _choose_swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
             # With unified KV, a step is then one ubatch, and all decoding requests must fit into it.
             keeps_windows = swa_full and (not unified or int_of("n_ubatch", tuning.n_ubatch) >= n_seq_max)
             new_context = partial(
@@ -385,8 +385,12 @@ class Engine(BlockingCalls, AsyncOwner):
             name = "mtp" if has_mtp else "" if draft is None else draft.path.name
             self._draft_text = f" draft={name!r}" if name else ""
             n_cache_bytes = _free_memory() // 10 if n_cache_bytes is None else n_cache_bytes
-            cache = _cache(context, cache_mode, n_cache_bytes, self._kv_bytes, publisher, folder is not None)
-            scheduler = _scheduler(context, cache, drafter, _overflow(context, overflow, n_keep), max_itl_s)
+            cache = _make_cache(
+                context, cache_mode, n_cache_bytes, self._kv_bytes, publisher, folder is not None
+            )
+            scheduler = _make_scheduler(
+                context, cache, drafter, _check_overflow(context, overflow, n_keep), max_itl_s
+            )
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             _warn_of_size(context, self._kv_bytes)
 
@@ -450,7 +454,7 @@ class Engine(BlockingCalls, AsyncOwner):
         if draft is None or draft in MTP_CHOICES:
             return None
         if not isinstance(draft, Model):
-            draft = self._draft_model = undo.enter_context(closing(_draft_model(draft, model)))
+            draft = self._draft_model = undo.enter_context(closing(_load_draft(draft, model)))
         return draft
 
     def _open_disk_cache(
@@ -1012,7 +1016,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         try:
             await self._submission.acollect(iter([make]), options)
-            n_bytes, n_needed, budget = await to_thread(self._engine_thread.kept_bytes, requests[0])
+            n_bytes, n_needed, budget = await to_thread(self._engine_thread.saved_sizes, requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
                     f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
@@ -1450,7 +1454,7 @@ def _state_layout(pipeline: NativePipeline) -> StateLayout | None:
     return StateLayout.of_empty(*states, n_streams, stores_values(metadata), context.model.has_mrope)
 
 
-def _cache(
+def _make_cache(
     context: Context,
     mode: bool | str,
     host_bytes: int,
@@ -1499,7 +1503,7 @@ def _cache(
     )
 
 
-def _scheduler(
+def _make_scheduler(
     context: Context, cache: KvCache, drafter: Drafter | None, overflow: Overflow, max_itl_s: float | None
 ) -> Scheduler:
     model = context.model
@@ -1588,7 +1592,7 @@ def _n_states(model: Model) -> int:
     return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
 
 
-def _swa_full(
+def _choose_swa_full(
     model: Model,
     wanted: bool | None,
     sizes: MemorySizes | None,
@@ -1658,7 +1662,7 @@ def _n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
     return context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
 
 
-def _overflow(context: Context, mode: str, n_keep: int) -> Overflow:
+def _check_overflow(context: Context, mode: str, n_keep: int) -> Overflow:
     choice_of("overflow", mode)
     n = int_of("n_keep", n_keep)
     if mode == "stop" and n:
@@ -1699,7 +1703,7 @@ def _warn_of_size(context: Context, n_bytes: int) -> None:
         )
 
 
-def _cache_folder(
+def _check_cache_folder(
     folder: str | os.PathLike[str] | None, cache_mode: bool | Literal["exact"], n_cache_bytes: int | None
 ) -> Path | None:
     """Return the folder of cached prefixes. Raises TypeError, ValueError."""
@@ -1733,7 +1737,7 @@ def prefill_cutoff(context: Context) -> int | None:
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 
 
-def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
+def _load_draft(path: str | os.PathLike[str], model: Model) -> Model:
     """Load a draft with the options of the model it drafts for. Raises ValueError if the two do not fit together."""
     from llamapipe.gguf.check import check_gguf
 
@@ -1748,7 +1752,7 @@ def _draft_model(path: str | os.PathLike[str], model: Model) -> Model:
     )
 
 
-def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
+def _check_kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     if kv_events is None:
         return None
     if not isinstance(kv_events, KvEvents):
@@ -1760,7 +1764,7 @@ def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     return kv_events
 
 
-def _trace_path(trace: bool | str | Path | None) -> Path | None:
+def _check_trace_path(trace: bool | str | Path | None) -> Path | None:
     if trace is None or isinstance(trace, bool):
         return None
     if not isinstance(trace, (str, Path)):

@@ -31,7 +31,7 @@ def check_invariance(
     Known reasons are checked first. Then the same token is computed in several ways, and its logits are compared. The
     comparison detects matrix products and other operations that ggml computes differently for one row than for several.
     """
-    reason = _known(model, unified, flash_attn)
+    reason = _known_reason(model, unified, flash_attn)
     if reason is None and not _is_invariant(new_context):
         reason = (
             "ggml computes one of its operations differently for several rows, such as products of a format "
@@ -43,7 +43,7 @@ def check_invariance(
         )
 
 
-def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
+def _known_reason(model: Model, unified: bool, flash_attn: str) -> str | None:
     module = native()
     if not module.lib.lp_kernels_attend():
         return "llamapipe has no attention kernels for this processor"

@@ -322,10 +322,12 @@ def tidy(session: nox.Session) -> None:
     All files take minutes.
     """
     trees = (cache_dir() / "module-build").glob("*/compile_commands.json")
-    mine = [path for path in trees if f'"{HERE}/llamapipe/native/src/' in path.read_text(encoding="utf-8")]
-    if not mine:
+    own_trees = [
+        path for path in trees if f'"{HERE}/llamapipe/native/src/' in path.read_text(encoding="utf-8")
+    ]
+    if not own_trees:
         session.skip("this clone has not been built: python build_native.py --backend cpu")
-    database = max(mine, key=lambda path: path.stat().st_mtime).parent
+    database = max(own_trees, key=lambda path: path.stat().st_mtime).parent
     session.install(*nox.project.dependency_groups(GROUPS, "tidy"))
     files = session.posargs or [name for name in _cpp_files() if name.endswith(".cpp")]
     session.run("run-clang-tidy.py", "-quiet", "-p", str(database), *files)

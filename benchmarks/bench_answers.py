@@ -146,8 +146,8 @@ def measure_labels(engine: lp.Engine, labels: Sequence[str]) -> None:
             print_right(f"{name}; {way}", answers, told)
         for way, texts in {"score": labels, "score, labels with a space": spaced}.items():
             scores = engine.score(prompts, [texts] * len(prompts))
-            totals = [[score.total for score in each] for each in scores]
-            print_right(f"{name}; {way}", [labels[each.index(max(each))] for each in totals], told)
+            totals = [[score.total for score in row] for row in scores]
+            print_right(f"{name}; {way}", [labels[row.index(max(row))] for row in totals], told)
 
 
 def print_right(way: str, answers: Sequence[str], told: Sequence[tuple[str, str]]) -> None:

@@ -362,17 +362,17 @@ def plot(results: Result, path: Path) -> None:
     names = list(dict.fromkeys(product["type"] for product in results["products"]))
     figure, panels = plt.subplots(1, len(names), figsize=(3 * len(names), 3), sharey=True, squeeze=False)
     for panel, name in zip(panels[0], names, strict=True):
-        mine = [
+        points = [
             p
             for p in results["products"]
             if p["type"] == name and p["shape"] == results["products"][0]["shape"]
         ]
-        n_columns, n_rows = (int(n) for n in mine[0]["shape"].split("x"))
+        n_columns, n_rows = (int(n) for n in points[0]["shape"].split("x"))
         for side, label in zip(SIDES, ("ggml", "llamapipe"), strict=True):
-            gops = [2e-6 * n_columns * n_rows * p["n"] / p["ms"][side] for p in mine]
-            panel.plot([p["n"] for p in mine], gops, marker="o", label=label)
+            gops = [2e-6 * n_columns * n_rows * p["n"] / p["ms"][side] for p in points]
+            panel.plot([p["n"] for p in points], gops, marker="o", label=label)
         panel.set(
-            title=f"{name}, {mine[0]['shape']}", xlabel="rows of activations", xscale="log", yscale="log"
+            title=f"{name}, {points[0]['shape']}", xlabel="rows of activations", xscale="log", yscale="log"
         )
     panels[0][0].set_ylabel("GOP/s")
     panels[0][0].legend()

@@ -92,10 +92,12 @@ def main() -> None:
     for n in args.n:
         alone = [measured["one process"][n].step_ms for measured in rounds]
         for name in SIDES:
-            mine = [measured[name][n] for measured in rounds]
-            load_s, prompt_ms, step_ms = (statistics.median(column) for column in zip(*mine, strict=True))
+            rounds_of_name = [measured[name][n] for measured in rounds]
+            load_s, prompt_ms, step_ms = (
+                statistics.median(column) for column in zip(*rounds_of_name, strict=True)
+            )
             ratio = statistics.median(
-                measured.step_ms / base for measured, base in zip(mine, alone, strict=True)
+                measured.step_ms / base for measured, base in zip(rounds_of_name, alone, strict=True)
             )
             print(f"{name:12s} {n:7d} {load_s:7.2f} {prompt_ms:10.1f} {step_ms:8.2f} {ratio:6.2f}")
 

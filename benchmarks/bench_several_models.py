@@ -237,10 +237,10 @@ def yields(files: dict[str, Path], rounds: int) -> None:
         finally:
             ended.set()
             thread.join()
-    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    ratio_texts = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     print(
         f"while a model loads ({statistics.median(seconds):.1f} s), a stream has "
-        f"{statistics.median(ratios):.2f} of its speed ({each})"
+        f"{statistics.median(ratios):.2f} of its speed ({ratio_texts})"
     )
 
 

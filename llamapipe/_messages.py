@@ -133,7 +133,7 @@ def explains_options(elsewhere: Mapping[str, Iterable[str]] | None = None) -> Ca
         def explain(keywords: Mapping[str, Any], known: frozenset[str]) -> str:
             return wrong_option(shown, min(keywords.keys() - known), known, elsewhere or {})
 
-        return _explained(function, explain)
+        return _wrap(function, explain)
 
     return decorate
 
@@ -161,7 +161,7 @@ def explains_keywords(function: F) -> F:
         )
         return f"{name}() has no option {quoted(unknown)}{hint or _all(known - {'prompt', 'params'})}"
 
-    return _explained(function, explain)
+    return _wrap(function, explain)
 
 
 def _streaming(name: str) -> str:
@@ -185,7 +185,7 @@ def _all(names: Iterable[str]) -> str:
     return f"; it has: {', '.join(sorted(names))}"
 
 
-def _explained(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]], str]) -> F:
+def _wrap(function: F, explain: Callable[[Mapping[str, Any], frozenset[str]], str]) -> F:
     """Wrap a function so that it checks its keywords first. A coroutine function stays one."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -306,10 +306,10 @@ def readable(name: str) -> str:
 
     Bytes that are not UTF-8 (in Python, lone surrogates) and control characters become escapes: ``bad\xff``.
     """
-    return _UNREADABLE.sub(lambda match: _escaped(match[0]), name)
+    return _UNREADABLE.sub(lambda match: _escape(match[0]), name)
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     code = ord(character)
     return (
         f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else character.encode("unicode_escape").decode()

@@ -28,9 +28,10 @@ from typing import Any, Literal, TypeVar, get_args, overload
 from llamapipe._engine.assembly import (
     SCORE_ROWS,
     check_cache_bytes,
+    check_overflow,
     check_use,
+    choose_swa_full,
     depth_for_drafts,
-    keeps_all_cells,
     known_free_memory,
     load_draft_model,
     make_cache,
@@ -39,7 +40,6 @@ from llamapipe._engine.assembly import (
     n_states,
     open_drafter,
     open_publisher,
-    overflow_of,
     state_layout,
     uses_mtp,
     warn_of_size,
@@ -294,16 +294,16 @@ class Engine(BlockingCalls, AsyncOwner):
         _check_types(model, draft, tuning)
         depth = tuning.pipeline_depth
         depth = None if depth is None else int_of("pipeline_depth", depth)
-        self._trace_path = _trace_path(tuning.trace)
+        self._trace_path = _check_trace_path(tuning.trace)
         cache_mode = prefix_cache if prefix_cache == "exact" else check_flag("prefix_cache", prefix_cache)
         max_itl_s = None if max_itl_ms is None else float_of("max_itl_ms", max_itl_ms) / 1e3
         n_cache_bytes = None if cache_bytes is None else int_of("cache_bytes", cache_bytes)
-        folder = _cache_folder(cache_dir, cache_mode, n_cache_bytes)
+        folder = _check_cache_folder(cache_dir, cache_mode, n_cache_bytes)
         self._uses_files = cache_mode is True and n_cache_bytes != 0
         n_folder_bytes = _CACHE_DIR_BYTES
         if cache_dir_bytes is not None:
             n_folder_bytes = int_of("cache_dir_bytes", cache_dir_bytes)
-        kv_events = _kv_events(tuning.kv_events, cache_mode)
+        kv_events = _check_kv_events(tuning.kv_events, cache_mode)
         window_us = int_of("batch_window_us", tuning.batch_window_us)
         min_room = int_of("min_room", tuning.min_room)
         moe_cache_size = 0
@@ -336,7 +336,7 @@ class Engine(BlockingCalls, AsyncOwner):
             depth = depth_for_drafts(depth, has_mtp, draft)
 
             # 3. The context: the KV cells, and the buffers of a step.
-            swa_full = keeps_all_cells(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
+            swa_full = choose_swa_full(model, tuning.swa_full, sizes, n_ctx, n_seq_max, n_cells)
             # With unified KV, a step is then one ubatch, and all decoding requests must fit into it.
             keeps_windows = swa_full and (not unified or int_of("n_ubatch", tuning.n_ubatch) >= n_seq_max)
             new_context = partial(
@@ -386,7 +386,7 @@ class Engine(BlockingCalls, AsyncOwner):
                 context, cache_mode, n_cache_bytes, self._kv_bytes, publisher, folder is not None
             )
             scheduler = make_scheduler(
-                context, cache, drafter, overflow_of(context, overflow, n_keep), max_itl_s
+                context, cache, drafter, check_overflow(context, overflow, n_keep), max_itl_s
             )
             model.adopt(context, f"Engine(n_ctx={context.n_ctx}, n_seq_max={context.n_seq_max})")
             warn_of_size(context, self._kv_bytes)
@@ -1013,7 +1013,7 @@ class Engine(BlockingCalls, AsyncOwner):
 
         try:
             await self._submission.acollect(iter([make]), options)
-            n_bytes, n_needed, budget = await to_thread(self._engine_thread.kept_bytes, requests[0])
+            n_bytes, n_needed, budget = await to_thread(self._engine_thread.saved_sizes, requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
                     f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "
@@ -1461,7 +1461,7 @@ def _check_types(model: object, draft: object, tuning: object) -> None:
         )
 
 
-def _cache_folder(
+def _check_cache_folder(
     folder: str | os.PathLike[str] | None, cache_mode: bool | Literal["exact"], n_cache_bytes: int | None
 ) -> Path | None:
     """Return the folder of cached prefixes. Raises TypeError, ValueError."""
@@ -1483,7 +1483,7 @@ def _cache_folder(
     return Path(path).expanduser()
 
 
-def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
+def _check_kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     if kv_events is None:
         return None
     if not isinstance(kv_events, KvEvents):
@@ -1495,7 +1495,7 @@ def _kv_events(kv_events: object, cache_mode: bool | str) -> KvEvents | None:
     return kv_events
 
 
-def _trace_path(trace: bool | str | Path | None) -> Path | None:
+def _check_trace_path(trace: bool | str | Path | None) -> Path | None:
     if trace is None or isinstance(trace, bool):
         return None
     if not isinstance(trace, (str, Path)):

@@ -181,7 +181,7 @@ def stored_model(path: str | os.PathLike[str]) -> StoredModel | None:
     return find_stored(text.removeprefix(PREFIX))
 
 
-def shown_name(path: Path) -> str:
+def display_name(path: Path) -> str:
     """Return the name to show for a model's file: Ollama's for a file in the store, else its name without ``.gguf``."""
     names = names_of(path)
     return names[0].name.removesuffix(f":{_TAG}") if names else readable(path.stem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -102,6 +102,42 @@ class TokenLogprob(_TokenLogprob):
         return f"TokenLogprob({self.id}, {self.text!r}, {self.logprob:.4f}{top})"
 
 
+class LogprobLists(NamedTuple):
+    """The parts of ``logprobs`` in OpenAI's completions: lists with an entry for each token."""
+
+    tokens: list[str]
+    logprobs: list[float | None]
+    tops: list[dict[str, float] | None]
+    offsets: list[int]
+
+
+def logprob_lists(
+    entries: Iterable[TokenLogprob],
+    first: int | None,
+    text_of: Callable[[int], str],
+    offset_of: Callable[[int], int],
+    top_of: Callable[[TokenLogprob, str], dict[str, float]],
+) -> LogprobLists:
+    """Return the lists for tokens, each of which is passed to the functions once and in order.
+
+    ``first``: a token before them that has no log-probability. ``offset_of``: where a token begins in the text.
+    ``top_of``: the log-probabilities by text, from an entry and the text of its token.
+    """
+    lists = LogprobLists([], [], [], [])
+    if first is not None:
+        lists.tokens.append(text_of(first))
+        lists.offsets.append(offset_of(first))
+        lists.logprobs.append(None)
+        lists.tops.append(None)
+    for entry in entries:
+        text = text_of(entry.id)
+        lists.tokens.append(text)
+        lists.offsets.append(offset_of(entry.id))
+        lists.logprobs.append(entry.logprob)
+        lists.tops.append(top_of(entry, text))
+    return lists
+
+
 @dataclass(frozen=True, repr=False)
 class Choice:
     """One of the ``n`` texts generated for a prompt.
@@ -138,8 +174,25 @@ class Choice:
         return None if self.logprobs is None else math.fsum(entry.logprob for entry in self.logprobs)
 
 
+class _Answer:
+    """The counters that completions and answers to conversations share."""
+
+    choices: tuple[Choice, ...] | tuple[ChatChoice, ...]
+    timings: Timings
+
+    @property
+    def n_completion_tokens(self) -> int:
+        """Generated tokens of all choices, reasoning and tool calls included."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of all choices, divided by the time from submission to the end."""
+        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
+
+
 @dataclass(frozen=True, repr=False)
-class Completion:
+class Completion(_Answer):
     """The result of a prompt: its ``choices``, one or more, and counters.
 
     ``text``, ``token_ids``, ``finish_reason``, ``seed``, ``logprobs`` and ``cumulative_logprob`` are those of the first
@@ -201,16 +254,6 @@ class Completion:
     def cumulative_logprob(self) -> float | None:
         """The sum of the first choice's log-probabilities; None without ``SamplingParams(logprobs=...)``."""
         return self.choices[0].cumulative_logprob
-
-    @property
-    def n_completion_tokens(self) -> int:
-        """Generated tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all choices, divided by the time from submission to the end."""
-        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
 
 
 class Delta(NamedTuple):
@@ -423,7 +466,7 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, repr=False)
-class ChatCompletion:
+class ChatCompletion(_Answer):
     """The answer to a conversation: its ``choices``, one or more, and the counters of a ``Completion``.
 
     ``content``, ``reasoning``, ``tool_calls``, ``finish_reason`` and ``message`` are those of the first choice.
@@ -470,16 +513,6 @@ class ChatCompletion:
     def message(self) -> dict[str, Any]:
         """The first choice as a message, to be appended to the conversation."""
         return self.choices[0].message
-
-    @property
-    def n_completion_tokens(self) -> int:
-        """Generated tokens of all choices, reasoning and tool calls included."""
-        return sum(len(choice.token_ids) for choice in self.choices)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all choices, divided by the time from submission to the end."""
-        return self.n_completion_tokens / self.timings.total_s if self.timings.total_s > 0 else 0.0
 
 
 class ChatDelta(NamedTuple):

@@ -164,6 +164,15 @@ def loop(tiny: lp.Model) -> Iterator[PlainLoop]:
         yield loop
 
 
+@pytest.fixture(scope="module")
+def plain(model: lp.Model) -> Iterator[PlainLoop]:
+    """A plain loop of the module's own ``model``."""
+    from support.plain import plain_loop
+
+    with plain_loop(model) as loop:
+        yield loop
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What benchmarks have noted besides times."""
     session = getattr(terminalreporter.config, "_benchmarksession", None)

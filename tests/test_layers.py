@@ -80,10 +80,10 @@ def ours(names: Set[str]) -> set[str]:
 def test_imports_go_downwards(name: str) -> None:
     """Between packages strictly; inside the packages whose files have a table, also within a row."""
     others = ours(imported(name))
-    mine = place(name, PACKAGES)
-    assert mine is not None, f"{name} has no row in the table of packages"
-    rooms = {room for other in others if (room := place(other, PACKAGES)) is not None and room != mine}
-    wrong = {room for room in rooms if PACKAGES[room] <= PACKAGES[mine]}
+    package = place(name, PACKAGES)
+    assert package is not None, f"{name} has no row in the table of packages"
+    rooms = {room for other in others if (room := place(other, PACKAGES)) is not None and room != package}
+    wrong = {room for room in rooms if PACKAGES[room] <= PACKAGES[package]}
     for table in TABLES.values():
         here = place(name, table)
         files = {file for other in others if (file := place(other, table)) is not None}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from option_table import PAGE, with_tables  # noqa: E402
 
 NUMBERS = (Kind.INT, Kind.FLOAT, Kind.FLAG)
-each = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+every_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 
 
 # Where to add what a test misses.
@@ -41,12 +41,12 @@ def test_every_field_has_a_row_and_every_row_a_field() -> None:
     assert BY_NAME.keys() == fields, "llamapipe/_sampling_table.py (rows), llamapipe/params.py (fields)"
 
 
-@each
+@every_option
 def test_the_docstring_tells_of_it(option: SamplingOption) -> None:
     assert re.search(rf"``{option.name}``", lp.SamplingParams.__doc__ or ""), "llamapipe/params.py"
 
 
-@each
+@every_option
 def test_a_default_and_a_neutral_value_are_in_the_range(option: SamplingOption) -> None:
     if option.kind in (Kind.INT, Kind.FLOAT):
         for value in (default(option), option.neutral):
@@ -54,7 +54,7 @@ def test_a_default_and_a_neutral_value_are_in_the_range(option: SamplingOption) 
     assert (default(option) is None) <= option.optional
 
 
-@each
+@every_option
 def test_a_request_has_a_field_for_it_or_the_row_says_why_not(option: SamplingOption) -> None:
     fields = Sampling.__struct_fields__
     assert bool(option.wire) != bool(option.why_no_field)
@@ -71,9 +71,9 @@ def test_a_request_to_the_server_has_no_option_without_a_row() -> None:
     assert set(Sampling.__struct_fields__) & set(BY_NAME) <= known | refused
 
 
-@each
+@every_option
 def test_a_command_has_it_or_the_row_says_why_not(option: SamplingOption) -> None:
-    commands = {each.name for each in [*TEXTS, *SAMPLING]}
+    commands = {row.name for row in [*TEXTS, *SAMPLING]}
     assert (option.name in commands) == (option.metavar is not None) == (not option.why_no_flag)
 
 
@@ -121,7 +121,7 @@ def test_the_page_has_the_order() -> None:
     )
 
 
-@each
+@every_option
 def test_types_of_fields_follow_the_kind(option: SamplingOption) -> None:
     kinds = {Kind.INT: int, Kind.FLOAT: float, Kind.FLAG: bool, Kind.TEXT: str}
     if option.kind in kinds and option.name != "json_whitespace":

@@ -53,22 +53,22 @@ def write(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
         raise SystemExit("The model's chat template does not show where a user's message begins.")
     first = model.tokenize(before, add_special=True, parse_special=True)
     with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads) as engine:
-        each = [
+        params = [
             lp.SamplingParams(temperature=1.0, top_p=0.95, max_tokens=96, seed=seed * n_texts + i)
             for i in range(n_texts)
         ]
-        asked = engine.generate([first] * n_texts, each, progress=False)
+        asked = engine.generate([first] * n_texts, params, progress=False)
         questions = sorted({result.text.strip() for result in asked if result.finish_reason == "stop"} - {""})
         if not questions:
             raise SystemExit("The model ends no question; its chat template may have no token after one.")
         random.Random(seed).shuffle(questions)
         prompts = [model.tokenize_chat([{"role": "user", "content": text}]) for text in questions]
         # Half of the answers are greedy: drafts are for both.
-        each = [
+        params = [
             lp.SamplingParams(temperature=0.0 if i % 2 else 0.7, max_tokens=n_tokens, seed=i)
             for i in range(len(prompts))
         ]
-        answers = engine.generate(prompts, each, progress=False)
+        answers = engine.generate(prompts, params, progress=False)
     return [
         ([*prompt, *answer.token_ids], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)
     ]
@@ -78,18 +78,18 @@ def begun(model: lp.Model, n_texts: int, n_tokens: int, n_threads: int, seed: in
     """Texts that the model begins at random, and continues in two ways."""
     first = model.tokenize("", add_special=True)
     with lp.Engine(model, n_ctx=1024, n_seq_max=16, n_threads=n_threads) as engine:
-        each = [
+        params = [
             lp.SamplingParams(max_tokens=n_tokens, temperature=1.0, seed=seed * n_texts + i)
             for i in range(n_texts)
         ]
         begins = [
-            [*first, *text.token_ids[: n_tokens // 8]] for text in engine.generate([first] * n_texts, each)
+            [*first, *text.token_ids[: n_tokens // 8]] for text in engine.generate([first] * n_texts, params)
         ]
-        each = [
+        params = [
             lp.SamplingParams(max_tokens=n_tokens, temperature=0.0 if i % 2 else 0.7, seed=i)
             for i in range(n_texts)
         ]
-        texts = engine.generate(begins, each)
+        texts = engine.generate(begins, params)
     return [([*begin, *text.token_ids], 1) for begin, text in zip(begins, texts, strict=True)]
 
 
@@ -268,12 +268,12 @@ class Texts:
         place = torch.full((len(self.embeddings),), -100)
         place[self.chosen] = torch.arange(len(self.chosen))
         for first in range(0, len(which), n_each):
-            each = which[first : first + n_each]
-            n = min(len(self.tokens[i]) for i in each) - 1
-            tokens = torch.tensor([self.tokens[i][1 : n + 1] for i in each])
-            states = torch.from_numpy(np.stack([self.states[i][:n] for i in each])).float()
-            right = place[torch.tensor([self.after[i][1 : n + 1] for i in each])]
-            firsts = torch.tensor([max(self.prompts[i] - 2, 0) for i in each])
+            batch = which[first : first + n_each]
+            n = min(len(self.tokens[i]) for i in batch) - 1
+            tokens = torch.tensor([self.tokens[i][1 : n + 1] for i in batch])
+            states = torch.from_numpy(np.stack([self.states[i][:n] for i in batch])).float()
+            right = place[torch.tensor([self.after[i][1 : n + 1] for i in batch])]
+            firsts = torch.tensor([max(self.prompts[i] - 2, 0) for i in batch])
             yield (
                 self.embeddings[tokens],
                 states,
@@ -313,8 +313,8 @@ def train(
             optimizer.zero_grad()
             loss = torch.zeros(())
             with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-                made = draft(embedded, states, n_guesses)
-            for k, logits in enumerate(made):
+                drafted = draft(embedded, states, n_guesses)
+            for k, logits in enumerate(drafted):
                 # The first few positions of guesses in a row have no state.
                 part = F.cross_entropy(logits[:, k:].float().flatten(0, 1), right[:, k:].flatten())
                 loss = loss + 0.8**k * part
@@ -327,8 +327,8 @@ def train(
                 print(f"step {step} of {n_steps}, loss {loss.item():.3f}, {spent:.1f} min", flush=True)
             if done >= 1.0:
                 break
-        found = shares(draft, texts, held_out, n_guesses)
-        print(f"epoch {epoch + 1}: right guesses, the first, the second…: {found}", flush=True)
+        right_shares = shares(draft, texts, held_out, n_guesses)
+        print(f"epoch {epoch + 1}: right guesses, the first, the second…: {right_shares}", flush=True)
         save()
         if (time.monotonic() - began) / 60 > minutes:
             return
@@ -340,8 +340,8 @@ def shares(draft: Layer, texts: Texts, which: list[int], n_guesses: int) -> list
     for embedded, states, right in texts.batches(which, 4):
         so_far = torch.ones_like(right, dtype=torch.bool)
         with torch.no_grad():
-            made = draft(embedded, states, n_guesses)
-        for k, logits in enumerate(made):
+            drafted = draft(embedded, states, n_guesses)
+        for k, logits in enumerate(drafted):
             is_right = logits.argmax(-1) == right
             if k:
                 so_far = F.pad(so_far, (1, -1))
@@ -424,7 +424,7 @@ def main() -> None:
     embeddings = torch.from_numpy(
         gguf.quants.dequantize(embedded.data, embedded.tensor_type).reshape(-1, shape.target_width).copy()
     )
-    each = Texts(
+    embedded_texts = Texts(
         [text[:1024] for text, _ in texts],
         [n for _, n in texts],
         np.split(stored["states"], ends),
@@ -441,7 +441,7 @@ def main() -> None:
         torch.save(draft.state_dict(), weights_file)
         write_eagle3(args.out, args.model, shape, draft.tensors(), chosen, args.type_name)
 
-    train(draft, each, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
+    train(draft, embedded_texts, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -147,7 +147,7 @@ def main() -> None:
         )
         parts = list(read(model, texts, (), args.threads))
     print(f"states: {time.monotonic() - began:.0f} s", flush=True)
-    each = Texts(
+    embedded_texts = Texts(
         [text for text, _, _ in parts],
         [n for _, n in texts],
         [states for _, states, _ in parts],
@@ -159,7 +159,7 @@ def main() -> None:
     def save() -> None:
         write_mtp(args.out, args.model, layer, args.type_name)
 
-    train(layer, each, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
+    train(layer, embedded_texts, args.guesses, args.epochs, args.minutes, args.rate, args.bf16, save)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -182,10 +182,10 @@ def report(model: Path, work: Work, figures: dict[str, list[Any]]) -> None:
             late = firsts[min(int(len(firsts) * 0.95), len(firsts) - 1)]
             first = f"first token {statistics.median(firsts) * 1e3:7.1f} ms, 95 % {late * 1e3:7.1f} ms"
         print(f"  {name:<30}{_rate(rounds):9.0f} tok/s {of_ceiling}   {first}")
-    for mine, theirs in RATIOS:
-        if mine in figures and theirs in figures:
-            mine_s, theirs_s = figures[mine], figures[theirs]
-            print(f"    {mine} / {theirs:<30}{_ratio(mine_s, theirs_s):6.3f} {_by_process(mine_s, theirs_s)}")
+    for ours, theirs in RATIOS:
+        if ours in figures and theirs in figures:
+            ours_s, theirs_s = figures[ours], figures[theirs]
+            print(f"    {ours} / {theirs:<30}{_ratio(ours_s, theirs_s):6.3f} {_by_process(ours_s, theirs_s)}")
     sys.stdout.flush()
 
 
@@ -200,8 +200,8 @@ def _ratio(rounds: list[Any], base: list[Any]) -> float:
 def _by_process(rounds: list[Any], base: list[Any]) -> str:
     """The ratio of the lowest and of the highest process."""
     ratios: dict[int, list[float]] = {}
-    for mine, theirs in zip(rounds, base, strict=True):
-        ratios.setdefault(mine["process"], []).append(mine["rate"] / theirs["rate"])
+    for ours, theirs in zip(rounds, base, strict=True):
+        ratios.setdefault(ours["process"], []).append(ours["rate"] / theirs["rate"])
     medians = [statistics.median(values) for values in ratios.values()]
     return f"({min(medians):.2f} to {max(medians):.2f})"
 

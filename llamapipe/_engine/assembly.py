@@ -171,7 +171,7 @@ def n_states(model: Model) -> int:
     return _N_STATES if f"{architecture}.shortconv.l_cache" in model.metadata else 0
 
 
-def keeps_all_cells(
+def choose_swa_full(
     model: Model,
     wanted: bool | None,
     sizes: MemorySizes | None,
@@ -241,7 +241,7 @@ def n_sharing(context: Context, cache: KvCache, max_queue: int | None) -> int:
     return context.n_seq_max // 2 if shares else 1  # the other slots are for other callers
 
 
-def overflow_of(context: Context, mode: str, n_keep: int) -> Overflow:
+def check_overflow(context: Context, mode: str, n_keep: int) -> Overflow:
     choice_of("overflow", mode)
     n = int_of("n_keep", n_keep)
     if mode == "stop" and n:

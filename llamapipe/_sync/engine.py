@@ -541,7 +541,7 @@ class BlockingCalls(EngineParts):
 
         try:
             self._submission.collect(iter([make]), options)
-            n_bytes, n_needed, budget = self._engine_thread.kept_bytes(requests[0])
+            n_bytes, n_needed, budget = self._engine_thread.saved_sizes(requests[0])
             if n_bytes == 0:
                 raise InvalidRequestError(
                     f"the {len(tokens)} tokens take about {n_needed} bytes, more than is left of the {budget} in "

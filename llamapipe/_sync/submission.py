@@ -11,7 +11,11 @@ from typing import Any
 
 from llamapipe._engine.calls.call_options import CallOptions, ExpiredError
 from llamapipe._engine.calls.prompts import RequestFactory
-from llamapipe._engine.calls.submission import _N_AHEAD, Pending, Submission
+from llamapipe._engine.calls.submission import (
+    _N_AHEAD,
+    Pending,
+    Submission,
+)
 from llamapipe._engine.policy.core import Request
 from llamapipe._engine.runtime.mailboxes import ThreadMailbox
 from llamapipe.work.progress import Progress

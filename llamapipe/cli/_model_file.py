@@ -246,7 +246,9 @@ def _weights_finding(facts: dict[str, Any]) -> Finding:
     ]
     if facts["memory"] == "gpu":
         return Finding("weights", True, ", ".join(share for share, _ in shares))
-    ours, theirs = (", ".join(share for share, packed in shares if packed is mine) for mine in (True, False))
+    ours, theirs = (
+        ", ".join(share for share, packed in shares if packed is by_us) for by_us in (True, False)
+    )
     parts = [f"{ours} with llamapipe's kernels for {facts['kernels']}"] if ours else []
     parts += [f"{theirs} with ggml's kernels"] if theirs else []
     n_slow = sum(entry["size_bytes"] for entry in facts["weights"] if not entry["packed"])

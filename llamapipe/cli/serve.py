@@ -50,7 +50,7 @@ from llamapipe.host.cores import core_shares, set_group_nice, yielding
 from llamapipe.host.folders import private_folder
 from llamapipe.host.memory import free_memory, memory_limit
 from llamapipe.ollama_models import PREFIX as OLLAMA
-from llamapipe.ollama_models import model_of, shown_name, stored_model
+from llamapipe.ollama_models import display_name, model_of, stored_model
 from llamapipe.structured.compile import prepare_vocabulary
 
 if TYPE_CHECKING:
@@ -395,7 +395,7 @@ def _supervise(args: argparse.Namespace, settings: ServerSettings) -> int:
     with usage_errors("--workers: "):
         where = placements(args.workers or None, use_gpus=read_options(args, MODEL).get("n_gpu_layers") != 0)
     given_path = lp.demo_model_path() if args.model is None else args.model
-    path, name = model_of(given_path) or (given_path, shown_name(given_path))
+    path, name = model_of(given_path) or (given_path, display_name(given_path))
 
     def show() -> None:
         chats = args.chat_template is not None or has_template(path)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llamapipe.compat.tokenizer import LlamaTokenizer
-from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob, call_message
+from llamapipe.results import ChatChoice, ChatDelta, Delta, TokenLogprob, call_message, logprob_lists
 from llamapipe.text.stream import TextOffsets
 
 
@@ -39,24 +39,23 @@ class LogprobWriter:
 
     def write(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """Return the ``logprobs`` of tokens. ``first``: a preceding token that has no log-probability."""
-        tokens: list[str] = []
-        offsets: list[int] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        if first is not None:
-            self._add(first, tokens, offsets)
-            logprobs.append(None)
-            tops.append(None)
-        for entry in entries:
-            self._add(entry.id, tokens, offsets)
-            logprobs.append(entry.logprob)
-            top = {self._tokenizer.decode([other.id]): other.logprob for other in reversed(entry.top)}
-            tops.append({**dict(reversed(top.items())), tokens[-1]: entry.logprob})
-        return {"tokens": tokens, "text_offset": offsets, "token_logprobs": logprobs, "top_logprobs": tops}
+        lists = logprob_lists(entries, first, self._text, self._offset, self._top)
+        return {
+            "tokens": lists.tokens,
+            "text_offset": lists.offsets,
+            "token_logprobs": lists.logprobs,
+            "top_logprobs": lists.tops,
+        }
 
-    def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
-        tokens.append(self._tokenizer.decode([token]))
-        offsets.append(self._offsets.next(self._tokenizer.detokenize([token])))
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+    def _offset(self, token: int) -> int:
+        return self._offsets.next(self._tokenizer.detokenize([token]))
+
+    def _top(self, entry: TokenLogprob, text: str) -> dict[str, float]:
+        top = {self._text(other.id): other.logprob for other in reversed(entry.top)}
+        return {**dict(reversed(top.items())), text: entry.logprob}
 
 
 def completion_chunks(

@@ -1,8 +1,8 @@
 """Checks that the GGUF files of LoRAs and control vectors are valid and fit their model, before llama.cpp gets them.
 
-llama.cpp skips norm tensors without an error, compares only two sizes of a pair with the model's, and ends the process
-if keys have the wrong type. A pair that passes the checks here can be multiplied with the model's matrix. llama.cpp
-does not read control vector files: it takes an array.
+llama.cpp skips norm tensors without an error, compares only two of a pair's sizes with the model's, and ends the
+process if keys have the wrong type. A pair that passes the checks here can be multiplied with the model's matrix.
+llama.cpp does not read control vector files: it takes an array.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _IN_PART: Final = frozenset(
     "bailingmoe3 deepseek4 dots3note glm5-next granite-switch hy_v4 kimi-k3 kimi-linear".split()
 )
 # In the graphs of these architectures, each row of a product with an adapter belongs to one batch entry, in batch
-# order, or to one output; tests/llama/test_row_adapters.py tests each. With all others, adapter sets take turns. So do
-# adapters of recurrent and hybrid models, whose ubatches have equally long parts of sequences, and adapters of experts,
-# whose products only have one expert's rows.
+# order, or to one output; tests/llama/test_row_adapters.py tests each. With other architectures, adapter sets take
+# turns. Adapters of recurrent and hybrid models also take turns, because their ubatches have equally long parts of
+# sequences, and so do adapters of experts, because their products have only one expert's rows.
 ROWS_ARE_TOKENS: Final = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "olmo2", "phi2", "glm4", "starcoder2",
      "mistral3", "smollm3", "internlm2", "deci", "falcon", "gemma4", "gpt-oss", "qwen2moe", "qwen3moe", "glm4moe",
@@ -67,7 +67,7 @@ _UNSTEERED: Final = frozenset(
 class AdapterInfo:
     """The facts in a checked adapter file.
 
-    ``name``: ``general.name`` or the file's name, cut after 256 characters. ``alpha``: the file's alpha; 0 if it has
+    ``name``: ``general.name`` or the file's name, cut to 256 characters. ``alpha``: the file's alpha; 0 if it has
     none, and products are then not scaled by alpha. ``invocation``: the tokens that activate the adapter; empty unless
     it is an activated LoRA. ``ranks``: the smallest and the largest rank of its pairs. ``matrices``: the matrices that
     it changes, if the rows of a step can have different adapters of this kind; else empty. ``digest``: a hash of the
@@ -140,7 +140,7 @@ def check_adapter(
 
 
 def _check_keys(head: Head, architecture: str) -> float:
-    """Check the metadata. Return alpha."""
+    """Check the metadata and return alpha."""
     entries = head.entries
     kind = text(entries, "general.type")
     if kind != "adapter":
@@ -180,7 +180,7 @@ def _rows_matrices(head: Head, architecture: str) -> frozenset[str]:
 def is_activated(path: str | os.PathLike[str]) -> bool:
     """Return whether a file is an activated LoRA; False if it is missing or damaged.
 
-    The model need not be known.
+    Does not need the model.
     """
     try:
         return _INVOCATION in open_gguf(Path(path), _CONVERTER).head.entries
@@ -277,7 +277,7 @@ def _directions(head: Head, n_layer: int, n_embd: int) -> tuple[npt.NDArray[np.f
 
 
 def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Check each pair of tensors against the model's matrix. Return the pairs' ranks."""
+    """Check each pair of tensors against the model's matrix, and return the pairs' ranks."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for tensor in head.tensors:
         name, half = tensor.name[:-7], tensor.name[-7:]
@@ -317,7 +317,7 @@ def _check_pairs(head: Head, architecture: str, tensors: Mapping[str, Tensor]) -
 
 
 def _check_pair(name: str, base: Tensor, a: Tensor, b: Tensor, tensors: Mapping[str, Tensor]) -> int:
-    """Check one pair. Return its rank. In ``dims``, the number of columns comes first."""
+    """Check one pair and return its rank. In ``dims``, the number of columns comes first."""
     if len(base.dims) < 2:
         raise Damage(f"it changes {name!r}, which is a vector of this model and not a matrix")
     if type_name(base) == "NVFP4":

@@ -1,6 +1,6 @@
 """Reports how much memory this process could have at most, and how much is free for it now.
 
-Both figures are the lowest of the machine's and those of the process's control groups. Only Linux reports them;
+Each figure is the lowest of the machine's and those of the process's control groups. Only Linux reports them;
 elsewhere the functions return None.
 """
 
@@ -60,7 +60,7 @@ def resident_bytes(pid: int) -> int:
 
 def return_freed_memory() -> None:
     """Return to the system the freed memory that the C library keeps for later (glibc only). Any thread."""
-    import ctypes  # imported here, because nothing else here needs it
+    import ctypes  # imported here: nothing else in this module needs it
 
     try:
         trim = ctypes.CDLL(None).malloc_trim

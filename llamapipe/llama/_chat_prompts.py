@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llamapipe.chat.tools import ToolDefinition
     from llamapipe.llama.model import Model
 
-_MOST_FORMATS = 64  # cached formats; a limit, because clients choose the template arguments
+_MOST_FORMATS = 64  # maximum cached formats; clients could otherwise fill the cache with template arguments
 _NO_TEMPLATE = "{} has no chat template; give one with chat_template, as text or as a file"
 
 
@@ -215,7 +215,7 @@ class ChatPrompts:
 
         ``media_mark``: see ``chat/media.py``; the ``i``-th mark becomes the token ``-1 - i``.
 
-        ``n_ctx``: a text whose length alone shows that it has at least this many tokens raises InvalidRequestError.
+        ``n_ctx``: raises InvalidRequestError for a text so long that it must have at least this many tokens.
         """
         vocab, controls = self._model.vocab, self.controls
         try:

@@ -201,11 +201,11 @@ def carries(carrier: Hashable, adapters: Hashable) -> bool:
     ``widest`` LoRA: one that changes every matrix that its other LoRAs change. ``adapters`` must be None or have a
     ``widest`` LoRA that changes only matrices that the carrier's changes.
     """
-    mine = carrier.widest if isinstance(carrier, AdapterSet) else None
-    if mine is None or adapters is None or adapters is carrier:
-        return mine is not None
+    widest = carrier.widest if isinstance(carrier, AdapterSet) else None
+    if widest is None or adapters is None or adapters is carrier:
+        return widest is not None
     other = adapters.widest if isinstance(adapters, AdapterSet) else None
-    return other is not None and (other.matrices is mine.matrices or other.matrices <= mine.matrices)
+    return other is not None and (other.matrices is widest.matrices or other.matrices <= widest.matrices)
 
 
 def _widest(parts: Sequence[Part]) -> Weights | None:

@@ -171,7 +171,7 @@ class Context(Owner):
         self.n_threads_batch = int_of(
             "n_threads_batch", self.n_threads if n_threads_batch is None else n_threads_batch
         )
-        flash_attn = self._checked_types(type_k, type_v, flash_attn)
+        flash_attn = self._check_types(type_k, type_v, flash_attn)
         check_flag("swa_full", swa_full)
         if drafts_for is None:  # otherwise only one layer has cells
             check_kv_memory(model, self.n_cells, self.n_seq_max, type_k, type_v, swa_full=swa_full)
@@ -240,7 +240,7 @@ class Context(Owner):
                 f"n_seq_max is {self.n_seq_max} and n_batch {self.n_batch}; n_batch must not be smaller"
             )
 
-    def _checked_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
+    def _check_types(self, type_k: str, type_v: str, flash_attn: str) -> str:
         """Check the types of the KV cache. Return the value to use for ``flash_attn``."""
         choice_of("type_k", type_k)
         choice_of("type_v", type_v)

@@ -41,7 +41,7 @@ from llamapipe.llama.vocab import Vocab
 from llamapipe.locks import Lock
 from llamapipe.native.load import native
 from llamapipe.native.owner import Owner
-from llamapipe.ollama_models import model_of, shown_name
+from llamapipe.ollama_models import display_name, model_of
 
 if TYPE_CHECKING:
     from llamapipe.gguf.check import GgufInfo
@@ -181,7 +181,7 @@ class Model(Owner):
             self.path, self.name = model_of(path) or (local_file(path), "")
         except TypeError:
             raise TypeError(f"path must be a str or os.PathLike, not {type(path).__name__}") from None
-        self.name = self.name or shown_name(self.path)
+        self.name = self.name or display_name(self.path)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         split = choice_of("split_mode", split_mode)

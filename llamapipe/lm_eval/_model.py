@@ -409,11 +409,11 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
         ]
         prompts: list[Tokens] = []
         room: list[int] = []
-        for request, mine in zip(requests, params, strict=True):
-            n_prompt = self.max_length - (mine.max_tokens or 0)
+        for request, param in zip(requests, params, strict=True):
+            n_prompt = self.max_length - (param.max_tokens or 0)
             if n_prompt < 1:
                 raise ValueError(
-                    f"max_gen_toks is {mine.max_tokens} and n_ctx {self.max_length}, which leaves no place for a "
+                    f"max_gen_toks is {param.max_tokens} and n_ctx {self.max_length}, which leaves no place for a "
                     "prompt; give a smaller max_gen_toks or a larger n_ctx"
                 )
             prompts.append(self.tok_encode(request.args[0]) or [self.prefix_token_id])
@@ -438,9 +438,9 @@ class LlamapipeLM(TemplateLM):  # type: ignore[misc]
             scores: list[Score] = self.engine.score(
                 contexts[part], continuations[part], progress=not disable_tqdm, adapter=self._adapter
             )
-            mine = [(score.total, score.is_greedy) for score in scores]
-            answers += mine
-            for (texts, _, _), answer in zip(requests[part], mine, strict=True):
+            results = [(score.total, score.is_greedy) for score in scores]
+            answers += results
+            for (texts, _, _), answer in zip(requests[part], results, strict=True):
                 if texts is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers

@@ -125,11 +125,11 @@ class Background:
     async def _look(self) -> None:
         """Claim runs that are free, and cancel those that clients have cancelled."""
         places, dead = await asyncio.to_thread(self._places)
-        mine = {place.id for place in places if place.worker == self.worker}
+        own_ids = {place.id for place in places if place.worker == self.worker}
         for answer_id, task in self._tasks.items():
-            if answer_id not in mine:
+            if answer_id not in own_ids:
                 task.cancel()
-        for answer_id in mine - self._tasks.keys():  # those could not be given back before
+        for answer_id in own_ids - self._tasks.keys():  # those could not be given back before
             await self._store.write(self.runs.release, self.worker, answer_id, 0, True)
         n_free = self._n_at_once() - len(self._tasks)
         waits = any(place.is_due and (place.worker is None or place.worker in dead) for place in places)

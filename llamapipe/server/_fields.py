@@ -144,8 +144,8 @@ class Lenient(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def fit_to_type(value: Any, kind: Any, place: str = "") -> tuple[Any, tuple[str, ...]]:
     """Return a decoded body in a form that may fit its type, and the names of its fields without effect.
 
-    Call it for a body that does not fit its type unchanged. Null fields are removed from objects that have a type here;
-    free JSON is not changed.
+    Call it only for a body that does not fit its type as it is. Null fields are removed from objects that have a type
+    here; free JSON is not changed.
     """
     if not isinstance(value, dict) or not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return value, ()

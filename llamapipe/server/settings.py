@@ -51,7 +51,7 @@ class ServerSettings:
     - ``embedding_names``: the names of the embedding model, likewise.
     - ``api_keys``: requests must carry one of them as a bearer token or in ``x-api-key``. Empty: no key is required.
       With several keys, each has a separate prefix cache, and requests of different keys take turns; otherwise requests
-      of different addresses do.
+      of different addresses take turns.
     - ``open_metrics``: ``/metrics`` needs no key.
     - ``cors_origins``: origins whose pages may call the server, ``("*",)`` for all. Pages of this server, of this
       machine (``http://localhost:3000``) and of editors and desktop apps (``vscode-webview://``, ``app://``,
@@ -63,11 +63,11 @@ class ServerSettings:
     - ``max_bodies_bytes``: total size of the bodies that are being read or whose requests have no answer yet (for a
       stream, no token), beyond the first 64 KiB of each. Over the limit, the largest body of the client with the most
       bytes is answered with 503.
-    - ``max_requests``: requests served at once, including those in the engine's queue; more are answered with 429. A
-      request counts when its body has arrived.
+    - ``max_requests``: requests served simultaneously, including those in the engine's queue; more are answered with
+      429. A request counts when its body has arrived.
     - ``max_connections_per_address``: connections from one address; the next one replaces the oldest one without a
       running request. All clients behind a proxy share its address. 0: no limit.
-    - ``max_n``: maximum number of choices of one request, over all its prompts.
+    - ``max_n``: maximum number of choices of one request, summed over its prompts.
     - ``max_messages``: maximum number of messages of a conversation (each part of a message counts), of items of a
       Responses input, or of texts to embed, rank or score.
     - ``max_text_characters``: a text, or the contents of a conversation, may be longer only if it can fit the context;

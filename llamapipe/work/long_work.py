@@ -290,13 +290,13 @@ def size_of(values: Any) -> int:
     return _n_characters(values, _MOST, _VALUE)
 
 
-def _n_characters(values: Any, most: int, each: int) -> int:
-    """Count characters, plus ``each`` per value, until the count exceeds ``most``. An image counts as a long text."""
+def _n_characters(values: Any, most: int, per_value: int) -> int:
+    """Count characters, and ``per_value`` for each value, to a count above ``most``. An image counts as a long text."""
     n = 0
     stack = [values]
     while stack and n <= most:
         value = stack.pop()
-        n += each
+        n += per_value
         if isinstance(value, str):
             n += len(value)
         elif isinstance(value, Mapping):
@@ -307,7 +307,7 @@ def _n_characters(values: Any, most: int, each: int) -> int:
             if n <= most and value and isinstance(value[0], (str, Mapping, list, tuple)):
                 # Most values are texts or lists of numbers. One by one, 250,000 values would take 0.3 s.
                 flat = [inner for inner in value if _is_flat(inner)]
-                n += each * len(flat) + sum(map(len, flat))
+                n += per_value * len(flat) + sum(map(len, flat))
                 if len(flat) < len(value):
                     stack.extend([inner for inner in value if not _is_flat(inner)])
     return n

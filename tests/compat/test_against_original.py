@@ -53,11 +53,11 @@ def without_ids(answer: Any) -> Any:
     return pytest.approx(answer, abs=0.02) if isinstance(answer, float) else answer
 
 
-def is_near_tie(llm: Any, prompt: str, mine: Any, other: Any, options: dict[str, Any]) -> bool:
+def is_near_tie(llm: Any, prompt: str, own: Any, other: Any, options: dict[str, Any]) -> bool:
     """Whether two answers part at tokens of nearly the same probability: the two libraries round differently."""
     texts = [
         answer["choices"][0]["text"].removeprefix(prompt if options.get("echo") else "")
-        for answer in (mine, other)
+        for answer in (own, other)
     ]
     n_shared = next(i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b)
     probabilities = llm(prompt, **{**options, "echo": False, "logprobs": 5})["choices"][0]["logprobs"]
@@ -97,14 +97,14 @@ class TestCompletions:
     def test_greedy(self, ours: Any, theirs: Any, prompt: str) -> None:
         for options in ({}, {"max_tokens": 40}, {"echo": True}, {"stop": ["e", "\n"]}):
             arguments = {**GREEDY, **options}
-            mine, other = without_ids(ours(prompt, **arguments)), without_ids(theirs(prompt, **arguments))
-            assert mine == other or is_near_tie(ours, prompt, mine, other, arguments), options
+            own, other = without_ids(ours(prompt, **arguments)), without_ids(theirs(prompt, **arguments))
+            assert own == other or is_near_tie(ours, prompt, own, other, arguments), options
 
     def test_log_probabilities(self, ours: Any, theirs: Any) -> None:
         for echo in (False, True):
             arguments = {**GREEDY, "logprobs": 3, "max_tokens": 8, "echo": echo}
-            mine, original = ours(PROMPTS[0], **arguments), theirs(PROMPTS[0], **arguments)
-            got, expected = mine["choices"][0]["logprobs"], original["choices"][0]["logprobs"]
+            own, original = ours(PROMPTS[0], **arguments), theirs(PROMPTS[0], **arguments)
+            got, expected = own["choices"][0]["logprobs"], original["choices"][0]["logprobs"]
             for name in ("tokens", "text_offset"):
                 assert got[name] == expected[name]
             assert got["token_logprobs"] == [
@@ -116,20 +116,20 @@ class TestCompletions:
 
     def test_streams(self, ours: Any, theirs: Any) -> None:
         arguments = {**GREEDY, "max_tokens": 30, "stream": True}
-        mine, original = list(ours(PROMPTS[0], **arguments)), list(theirs(PROMPTS[0], **arguments))
-        assert "".join(chunk["choices"][0]["text"] for chunk in mine) == "".join(
+        own, original = list(ours(PROMPTS[0], **arguments)), list(theirs(PROMPTS[0], **arguments))
+        assert "".join(chunk["choices"][0]["text"] for chunk in own) == "".join(
             chunk["choices"][0]["text"] for chunk in original
         )
-        assert without_ids(mine[-1]) == without_ids(original[-1])
-        assert without_ids(mine[0]) == without_ids(original[0])
+        assert without_ids(own[-1]) == without_ids(original[-1])
+        assert without_ids(own[0]) == without_ids(original[0])
 
     def test_grammar_and_bias(self, ours: Any, theirs: Any) -> None:
         gbnf = 'root ::= ("yes" | "no") "!"'
-        mine = ours(PROMPTS[0], grammar=LlamaGrammar.from_string(gbnf), **GREEDY)
+        own = ours(PROMPTS[0], grammar=LlamaGrammar.from_string(gbnf), **GREEDY)
         original = theirs(
             PROMPTS[0], grammar=llama_cpp.LlamaGrammar.from_string(gbnf, verbose=False), **GREEDY
         )
-        assert without_ids(mine) == without_ids(original)
+        assert without_ids(own) == without_ids(original)
         bias = dict.fromkeys(ours.tokenize(b"zoo", add_bos=False), 50.0)
         arguments = {**GREEDY, "logit_bias": bias}
         assert without_ids(ours(PROMPTS[0], **arguments)) == without_ids(theirs(PROMPTS[0], **arguments))
@@ -150,10 +150,10 @@ class TestCompletions:
             done = llm(PROMPTS[0], stopping_criteria=criteria([long_enough]), **arguments, **GREEDY)
             return without_ids(done), seen
 
-        mine = run(ours, LogitsProcessorList, StoppingCriteriaList)
+        own = run(ours, LogitsProcessorList, StoppingCriteriaList)
         original = run(theirs, llama_cpp.LogitsProcessorList, llama_cpp.StoppingCriteriaList)
-        assert mine[0] == original[0]
-        assert mine[1][: len(original[1])] == original[1][: len(mine[1])]
+        assert own[0] == original[0]
+        assert own[1][: len(original[1])] == original[1][: len(own[1])]
 
     def test_a_prompt_that_does_not_fit(self, ours: Any, theirs: Any) -> None:
         for llm in (ours, theirs):
@@ -286,6 +286,6 @@ class TestChats:
 
     def test_the_models_template(self, ours: Any, theirs: Any) -> None:
         arguments: dict[str, Any] = {"messages": list(self.MESSAGES), "max_tokens": 12, "temperature": 0.0}
-        mine, original = ours.create_chat_completion(**arguments), theirs.create_chat_completion(**arguments)
-        assert without_ids(mine)["choices"][0]["message"] == without_ids(original)["choices"][0]["message"]
-        assert mine["usage"] == original["usage"]
+        own, original = ours.create_chat_completion(**arguments), theirs.create_chat_completion(**arguments)
+        assert without_ids(own)["choices"][0]["message"] == without_ids(original)["choices"][0]["message"]
+        assert own["usage"] == original["usage"]

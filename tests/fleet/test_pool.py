@@ -314,9 +314,9 @@ class TestFailures:
         server.ask("small")
         server.ask("crashing")
         with (
-            httpx.Client(base_url=server.url, timeout=120) as mine,
+            httpx.Client(base_url=server.url, timeout=120) as client,
             httpx.Client(base_url=server.url, timeout=120) as others,
-            mine.stream("POST", "/v1/completions", json={"model": "crashing", **LONG}) as lost,
+            client.stream("POST", "/v1/completions", json={"model": "crashing", **LONG}) as lost,
             others.stream(
                 "POST", "/v1/completions", json={"model": "small", **LONG, "max_tokens": 200}
             ) as kept,
@@ -429,8 +429,8 @@ class TestFailures:
         n = len(server.pids("crashing"))
         asked = {"model": "crashing", **LONG, "max_tokens": 500}
         with (
-            httpx.Client(base_url=server.url, timeout=120) as mine,
-            mine.stream("POST", "/v1/completions", json=asked) as kept,
+            httpx.Client(base_url=server.url, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=asked) as kept,
         ):
             lines = kept.iter_lines()
             next(lines)

@@ -140,8 +140,8 @@ class TestTwoWorkers:
 
         def n_open() -> float:
             text = other.get("/metrics").text
-            mine = next(line for line in text.splitlines() if f'pid="{victim.pid}"' in line)
-            return float(mine.split()[1])
+            line_of_victim = next(line for line in text.splitlines() if f'pid="{victim.pid}"' in line)
+            return float(line_of_victim.split()[1])
 
         wait_until(lambda: n_open() == 0)
         os.kill(victim.pid, signal.SIGSTOP)

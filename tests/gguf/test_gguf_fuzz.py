@@ -167,10 +167,10 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for _ in range(N_PROCESSES)
     ]
     with ThreadPoolExecutor(N_PROCESSES) as pool:
-        mine = [names[i::N_PROCESSES] for i in range(N_PROCESSES)]
-        done = list(pool.map(lambda worker, lot: worker.communicate("\n".join(lot))[0], workers, mine))
+        lots = [names[i::N_PROCESSES] for i in range(N_PROCESSES)]
+        done = list(pool.map(lambda worker, lot: worker.communicate("\n".join(lot))[0], workers, lots))
     assert [worker.returncode for worker in workers] == [0] * N_PROCESSES
-    reasons = dict(zip(itertools.chain(*mine), "".join(done).splitlines(), strict=True))
+    reasons = dict(zip(itertools.chain(*lots), "".join(done).splitlines(), strict=True))
     missing = {name: reason for name, reason in reasons.items() if reason != "loads"}
     assert len(missing) <= len(names) // 15, missing
     return {name: folder / f"{name}.gguf" for name in names}

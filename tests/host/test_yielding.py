@@ -44,12 +44,12 @@ def test_a_session_without_a_group_is_left_alone() -> None:
 
 @linux_only
 def test_a_session_yields_and_ends_it() -> None:
-    mine = Path("/proc/self/autogroup")
-    if not mine.exists() or not mine.read_text().startswith("/autogroup"):
+    autogroup = Path("/proc/self/autogroup")
+    if not autogroup.exists() or not autogroup.read_text().startswith("/autogroup"):
         pytest.skip("the kernel has no autogroups here")
     set_group_nice(os.getpid(), yields=True)
     try:
-        assert mine.read_text().split()[-1] == str(YIELDS_BY)
+        assert autogroup.read_text().split()[-1] == str(YIELDS_BY)
     finally:
         set_group_nice(os.getpid(), yields=False)
-    assert mine.read_text().split()[-1] == "0"
+    assert autogroup.read_text().split()[-1] == "0"

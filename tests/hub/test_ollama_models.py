@@ -24,7 +24,7 @@ from llamapipe.cli._models_file import entries_of
 from llamapipe.cli.pull import reference_of
 from llamapipe.errors import ModelLoadError
 from llamapipe.hub import parse
-from llamapipe.ollama_models import find_stored, names_of, short_names, shown_name, stored_models
+from llamapipe.ollama_models import display_name, find_stored, names_of, short_names, stored_models
 from llamapipe.server import ServerSettings, serve
 
 LIBRARY = "registry.ollama.ai/library"
@@ -191,7 +191,7 @@ def test_a_model_by_its_name(demo_store: Path) -> None:
     with lp.Model("ollama:demo:1b", vocab_only=True) as model:
         assert model.name == "demo:1b"
     with lp.Model(model.path, vocab_only=True) as by_path:
-        assert (by_path.name, shown_name(lp.demo_model_path())) == ("demo:1b", "demo")
+        assert (by_path.name, display_name(lp.demo_model_path())) == ("demo:1b", "demo")
     assert [stored.name for stored in names_of(model.path)] == ["demo:1b", "demo:latest", "mario:latest"]
     assert files == {path: path.read_bytes() for path in demo_store.rglob("*") if path.is_file()}
     with pytest.raises(ModelLoadError, match="no model 'other'"):

@@ -634,11 +634,11 @@ def test_the_threads_that_compute_are_known(make_context: MakeContext) -> None:
     for n in (3, 1, 2):
         context.set_threads(n)
         context.decode(DecodeBatch([1], [context.seq_pos_max(0) + 1], [0], [1]))
-        mine, *workers = context.compute_thread_ids()
-        assert mine == threading.get_native_id()
+        caller, *workers = context.compute_thread_ids()
+        assert caller == threading.get_native_id()
         if n > 1 and not workers:
             pytest.skip("OpenMP's threads are its own business")
-        assert len({mine, *workers}) == n
+        assert len({caller, *workers}) == n
         for worker in workers:
             assert Path(f"/proc/self/task/{worker}/comm").read_text().startswith("lp-compute-")
 

@@ -68,8 +68,8 @@ def test_scores_and_answers_are_those_of_the_plug_in(demo: lp.Model) -> None:
     assert ours["samples"][answers] == over_http["samples"][answers]
     questions = "llamapipe_questions"
     pairs = zip(flat(ours["samples"][questions]), flat(over_http["samples"][questions]), strict=True)
-    for mine, theirs in pairs:
-        assert theirs == pytest.approx(mine, abs=BOUND * 10)
+    for own_value, theirs in pairs:
+        assert theirs == pytest.approx(own_value, abs=BOUND * 10)
 
 
 def flat(samples: list[Any]) -> list[tuple[float, bool]]:

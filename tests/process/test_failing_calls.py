@@ -62,10 +62,10 @@ def test_memory_runs_out_at_any_allocation(library: Path, phase: str, n_deaths: 
     """The call gets a clear error, and the next one works; the engine has to be made anew at most."""
     outcomes = sweep(library, "malloc", phase)
     assert len(outcomes) == N_CHILDREN
-    wrong = [each for each in outcomes if each.partition(":")[0] not in (*ERRORS, "completed")]
-    assert sum(each.startswith("died") for each in wrong) == len(wrong) <= n_deaths, wrong[:3]
+    wrong = [outcome for outcome in outcomes if outcome.partition(":")[0] not in (*ERRORS, "completed")]
+    assert sum(outcome.startswith("died") for outcome in wrong) == len(wrong) <= n_deaths, wrong[:3]
     # Some allocations are of llama.cpp's log or tried again; most must count.
-    assert sum(each == "completed" for each in outcomes) < N_CHILDREN / 4
+    assert sum(outcome == "completed" for outcome in outcomes) < N_CHILDREN / 4
 
 
 def test_no_thread_can_be_started(library: Path) -> None:

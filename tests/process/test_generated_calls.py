@@ -134,8 +134,8 @@ class Owners:
     def close(self) -> None:
         """All of them."""
         self.check()
-        for each in (self.embedder, self.engine, self.model):
-            each.close()
+        for owner in (self.embedder, self.engine, self.model):
+            owner.close()
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,10 @@ def completer(demo: lp.Model, request: pytest.FixtureRequest) -> Any:
         return completers[-1]
 
     yield make
-    for each in completers:
-        each.close()
-        each.close()
-        assert each.engine.closed
+    for completer in completers:
+        completer.close()
+        completer.close()
+        assert completer.engine.closed
 
 
 class TestRows:

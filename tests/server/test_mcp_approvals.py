@@ -228,11 +228,15 @@ def test_a_stream_tells_each_step(client: Any) -> None:
         "completed",
     ]
     for item, index in ((whole.output[2], 2), (whole.output[4], 4)):
-        mine = [event for event in events if getattr(event, "output_index", None) == index]
-        deltas = "".join(event.delta for event in mine if event.type == "response.mcp_call_arguments.delta")
+        events_of_item = [event for event in events if getattr(event, "output_index", None) == index]
+        deltas = "".join(
+            event.delta for event in events_of_item if event.type == "response.mcp_call_arguments.delta"
+        )
         assert deltas == item.arguments
-        assert mine[-1].item.status == item.status
-        assert {getattr(event, "item_id", None) or event.item.id for event in mine} == {mine[0].item.id}
+        assert events_of_item[-1].item.status == item.status
+        assert {getattr(event, "item_id", None) or event.item.id for event in events_of_item} == {
+            events_of_item[0].item.id
+        }
 
 
 def test_a_stream_asks_for_approval_and_runs_what_was_approved(client: Any) -> None:

@@ -430,8 +430,11 @@ class TestFields:
         assert [part[0] for part in parts] == ["load", "prepare", "queue", "prompt", "generate", "cached"]
         assert parts[-1][1] == f'desc="{whole["cache_n"]} tokens"'
         told = [
-            [event.get("timings", {}).get("predicted_n") for event in self._events(client, path, body, each)]
-            for each in (False, True)
+            [
+                event.get("timings", {}).get("predicted_n")
+                for event in self._events(client, path, body, per_token)
+            ]
+            for per_token in (False, True)
         ]
         assert [n for n in told[0] if n is not None] == [4]  # the last event
         assert sorted({n for n in told[1] if n is not None}) == [1, 2, 3, 4]
@@ -445,8 +448,10 @@ class TestFields:
         return {**body, "messages": [{"role": "user", "content": text}], "ignore_eos": True}
 
     @staticmethod
-    def _events(client: httpx.Client, path: str, body: dict[str, Any], each: bool) -> list[dict[str, Any]]:
-        text = client.post(path, json={**body, "stream": True, "timings_per_token": each}).text
+    def _events(
+        client: httpx.Client, path: str, body: dict[str, Any], per_token: bool
+    ) -> list[dict[str, Any]]:
+        text = client.post(path, json={**body, "stream": True, "timings_per_token": per_token}).text
         return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
     @on_both

@@ -571,9 +571,9 @@ def test_several_models_share_the_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("mine\nother\n")
     options = ["--store", str(tmp_path / "answers.db"), "--api-key-file", str(keys), "--n-ctx", "512"]
-    mine, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
+    own_header, other = ({"authorization": f"Bearer {key}"} for key in ("mine", "other"))
     with pool_server(models, *options, log=tmp_path / "log") as server:
-        server.client.headers.update(mine)
+        server.client.headers.update(own_header)
         conversation = server.client.post("/v1/conversations", json={}).json()["id"]
         assert server.loaded() == []
         body = {**OPTIONS, "input": "Hello", "conversation": conversation}

@@ -53,8 +53,8 @@ def served(kind: str, folder: Path) -> Iterator[Keys]:
             httpx.Client(base_url=base, timeout=PATIENCE_S, headers={"authorization": f"Bearer {key}"})
             for key in ("mine", "other")
         )
-        mine, others = map(stack.enter_context, clients)
-        yield Keys(mine, others, kind != "workers")
+        own, others = map(stack.enter_context, clients)
+        yield Keys(own, others, kind != "workers")
 
 
 @pytest.fixture(scope="module", params=["one model", "workers", "models"])
@@ -175,20 +175,20 @@ def test_a_refusal_before_the_body_has_an_owner(demo: lp.Model) -> None:
         lp.Engine(demo, n_ctx=1024, n_seq_max=1) as engine,
         http_client(engine, api_keys=("mine", "other"), max_requests=1) as client,
     ):
-        mine, others = ({"authorization": f"Bearer {key}", "x-request-id": key} for key in ("mine", "other"))
+        own, others = ({"authorization": f"Bearer {key}", "x-request-id": key} for key in ("mine", "other"))
         endless = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-        with client.stream("POST", "/v1/completions", json=endless, headers=mine) as running:
+        with client.stream("POST", "/v1/completions", json=endless, headers=own) as running:
             lines = running.iter_lines()  # a variable, because the answer is closed with it
             next(lines)
             assert client.post("/v1/completions", json={"prompt": "a"}, headers=others).status_code == 429
-        foreign = {**mine, "x-request-id": "nobody", "sec-fetch-site": "same-origin"}
+        foreign = {**own, "x-request-id": "nobody", "sec-fetch-site": "same-origin"}
         assert client.post("/v1/completions", content="prompt=a", headers=foreign).status_code == 415
 
         def ids(headers: dict[str, str]) -> list[str]:  # none while another request counts
             data = client.get("/requests", headers=headers).json().get("data", ())
             return [entry["id"] for entry in data]
 
-        wait_until(lambda: ids(mine) == ["mine"])
+        wait_until(lambda: ids(own) == ["mine"])
         wait_until(lambda: ids(others) == ["other"])
 
 

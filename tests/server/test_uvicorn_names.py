@@ -113,13 +113,13 @@ def used(path: str, class_name: str | None, expressions: tuple[str, ...]) -> set
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_exist_in_this_version(objects: dict[str, Any], name: str) -> None:
-    missing = {each for each in NAMES[name] if not hasattr(objects[name], each)}
+    missing = {member for member in NAMES[name] if not hasattr(objects[name], member)}
     assert not missing, f"uvicorn {uvicorn.__version__} has no {', '.join(sorted(missing))}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_names_that_are_used_are_listed(objects: dict[str, Any], name: str) -> None:
     """Without those of Python's own classes."""
-    named = {each for use in USES[name] for each in used(*use)}
+    named = {member for use in USES[name] for member in used(*use)}
     standard = {*dir(asyncio.Protocol), *dir(asyncio.BufferedProtocol)}
-    assert {each for each in named if hasattr(objects[name], each)} - standard == NAMES[name]
+    assert {member for member in named if hasattr(objects[name], member)} - standard == NAMES[name]

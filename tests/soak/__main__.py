@@ -74,7 +74,7 @@ def main() -> int:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Level)])
             writer.writeheader()
-            writer.writerows(asdict(each) for each in levels)
+            writer.writerows(asdict(level) for level in levels)
     return judge(levels)
 
 
@@ -153,7 +153,7 @@ def judge(levels: list[Level]) -> int:
     """Prints how everything grew; 1 if something grew too much."""
     warm = max(len(levels) // 4, 5)
     rest = levels[warm:]
-    hours = [each.hours for each in rest]
+    hours = [level.hours for level in rest]
     duration = hours[-1] - hours[0]
     n_requests = rest[-1].n_requests - rest[0].n_requests
     sys.stdout.write(
@@ -162,7 +162,7 @@ def judge(levels: list[Level]) -> int:
     )
     failures = []
     for name, (per_hour, at_all) in _LIMITS.items():
-        values = [float(getattr(each, name)) for each in rest]
+        values = [float(getattr(level, name)) for level in rest]
         growth = slope(hours, values)
         line = f"{name:15} {values[0]:10.1f} to {values[-1]:10.1f}: {growth}"
         if name.endswith("_mb"):

@@ -65,14 +65,14 @@ def level(hours: float, n_requests: int) -> Level:
         sys.getallocatedblocks(),
         sum(1 for _ in Path("/proc/self/fd").iterdir()),
         max(threading.active_count(), sum(1 for _ in Path("/proc/self/task").iterdir())),
-        sum(isinstance(each, NotCopyable) for each in objects),
+        sum(isinstance(item, NotCopyable) for item in objects),
         len(objects),
     )
 
 
 def types() -> Counter[str]:
     """How many objects of each type the garbage collector knows."""
-    kinds = Counter(type(each) for each in gc.get_objects())
+    kinds = Counter(type(item) for item in gc.get_objects())
     return Counter({f"{kind.__module__}.{kind.__qualname__}": n for kind, n in kinds.items()})
 
 

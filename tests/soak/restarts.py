@@ -141,7 +141,7 @@ def ask(place: Place, prompts: dict[str, Prompts]) -> Answered | None:
     if answer.status_code == 503:  # it ends
         return None
     body = answer.raise_for_status().json()
-    logprobs = [each["logprob"] for each in body["completion_probabilities"]]
+    logprobs = [entry["logprob"] for entry in body["completion_probabilities"]]
     if len(body["tokens"]) != N_NEW:  # it ended meanwhile
         return None
     answered = Answered(model, prompt, body["tokens"], logprobs, body["timings"]["cache_n"])
@@ -157,7 +157,7 @@ def difference(engine: lp.Engine, answered: Answered) -> float:
     largest = 0.0
     for theirs, ours in zip(answered.logprobs, done.prompt_logprobs[-N_NEW:], strict=True):
         assert ours is not None
-        best = max(each.logprob for each in (ours.top or [ours]))
+        best = max(entry.logprob for entry in (ours.top or [ours]))
         largest = max(largest, abs(ours.logprob - theirs), abs(best - theirs))
     return largest
 
@@ -190,7 +190,7 @@ def answers(args: argparse.Namespace, models: dict[str, lp.Model]) -> Iterator[A
             turner = pool.submit(turn)
             while time.monotonic() < end and not turner.done():
                 asked = [pool.submit(ask, rng.choice(places), prompts) for _ in range(2 * args.clients)]
-                yield from (done for each in asked if (done := each.result()) is not None)
+                yield from (done for future in asked if (done := future.result()) is not None)
             turner.result()
         finally:
             for place in places:

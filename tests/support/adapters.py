@@ -53,9 +53,9 @@ def make_adapter(
             continue
         *experts, n_rows, n_columns = (int(n) for n in reversed(tensor.shape))
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        each = strength * float(weights.std()) / np.sqrt(rank) / ((alpha or rank) / rank)
+        scale = strength * float(weights.std()) / np.sqrt(rank) / ((alpha or rank) / rank)
         a = rng.standard_normal((*experts, rank, n_columns), dtype=np.float32)
-        b = rng.standard_normal((*experts, n_rows, rank), dtype=np.float32) * np.float32(each)
+        b = rng.standard_normal((*experts, n_rows, rank), dtype=np.float32) * np.float32(scale)
         writer.add_tensor(f"{tensor.name}.lora_a", a.astype(dtype))
         writer.add_tensor(f"{tensor.name}.lora_b", b.astype(dtype))
     finish(writer)

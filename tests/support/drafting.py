@@ -68,11 +68,11 @@ def share_alone(engine: lp.Engine, drafts: Drafts) -> float:
 
 def check_texts(engine: lp.Engine, way: dict[str, Any]) -> None:
     """Seven requests have the texts that they have without drafts; a seed's text shows the same distribution."""
-    each = [params(seed=i, **way) for i in range(7)]
+    params_of = [params(seed=i, **way) for i in range(7)]
     plain = [params(seed=i, **way | {"speculate": "off"}) for i in range(7)]
     expected = engine.generate(PROMPTS, plain)
     assert engine.stats().n_drafted == 0
-    for completion, without in zip(engine.generate(PROMPTS, each), expected, strict=True):
+    for completion, without in zip(engine.generate(PROMPTS, params_of), expected, strict=True):
         assert completion.token_ids == without.token_ids
         assert completion.finish_reason == without.finish_reason
     stats = engine.stats()

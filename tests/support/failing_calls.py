@@ -68,29 +68,29 @@ PHASES = ("load", "make", "first", "generate", "close")
 def run(kind: str, phase: str, call: int) -> tuple[int, str]:
     """Does all phases; ``call`` of ``phase`` fails. The number of calls in that phase, and how it ended."""
     work, result, n = Work(2 if kind == "thread" else 1), "completed", 0
-    for each in PHASES:
+    for name in PHASES:
         try:
-            if each == phase:
+            if name == phase:
                 _calls.fail_calls(KINDS[kind], ctypes.c_long(call), ctypes.c_long(call))
             try:
-                getattr(work, each)()
+                getattr(work, name)()
             finally:
-                if each == phase:
+                if name == phase:
                     _calls.calls_made.restype = ctypes.c_long
                     n = _calls.calls_made()
         except (LlamapipeError, MemoryError, RuntimeError, OSError) as error:
-            if each != phase:
+            if name != phase:
                 raise
             result = f"{type(error).__name__}: {str(error)[:200]}"
             try:
-                getattr(work, each)()  # now it works
+                getattr(work, name)()  # now it works
             except DecodeError as later:
                 if "make another" not in str(later):
                     raise
                 assert work.engine is not None
                 work.engine.close()
                 work.make()
-                getattr(work, each)()
+                getattr(work, name)()
                 result += "; then it was made anew"
     return n, result
 

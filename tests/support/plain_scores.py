@@ -45,10 +45,10 @@ class PlainScores:
             parts += [self._context.logits(i).astype(np.float64) for i in range(end - begin)]
         rows = np.stack(parts)
         rows -= rows.max(axis=1, keepdims=True)
-        mine = rows[np.arange(len(continuation)), continuation]
-        total = float((mine - np.log(np.exp(rows).sum(axis=1))).sum())
+        logits = rows[np.arange(len(continuation)), continuation]
+        total = float((logits - np.log(np.exp(rows).sum(axis=1))).sum())
         rows[np.arange(len(continuation)), continuation] = -np.inf
-        lead = float((mine - rows.max(axis=1)).min())
+        lead = float((logits - rows.max(axis=1)).min())
         return total, None if abs(lead) < 2 * BOUND else lead > 0
 
     def assert_is(

@@ -513,8 +513,9 @@ class Simulation:
         )
         context.notify_drawn(lambda: self.inbox.put(self.loop.take_drawn))
         if not context.overlaps:
-            context.wake_at_launch(self.loop.dispatcher.wakes)
-            context._wake = self.loop.dispatcher.wakes.begin
+            wakes: Any = self.loop.dispatcher.wakes  # a SimWakeList
+            context.wake_at_launch(wakes)
+            context._wake = wakes.begin
         self.loops = [SimLoop(world) for _ in range(2)]
         self.samplers: list[SimSampler] = []
         self.prefixes = [[rng.randrange(N_VOCAB) for _ in range(20)] for _ in range(3)]

@@ -218,7 +218,7 @@ def test_no_more_threads_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(relieved)
     for _ in range(10):
         threads.add_spare_thread()
-    mine = [thread for thread in threading.enumerate() if thread not in others]
+    workers = [thread for thread in threading.enumerate() if thread not in others]
     gate.set()
     threads.close()
-    assert [thread.name for thread in mine] == [WORK_THREAD_NAME] * 3
+    assert [thread.name for thread in workers] == [WORK_THREAD_NAME] * 3

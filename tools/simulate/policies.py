@@ -99,16 +99,16 @@ class PrefixAffinity:
         """See Policy."""
         hashes = _prefixes(answer)
         number = self._choose(nodes, answer, hashes)
-        for each in hashes:
-            self._known[each] = number
-            self._known.move_to_end(each)
+        for block in hashes:
+            self._known[block] = number
+            self._known.move_to_end(block)
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         return number
 
     def _choose(self, nodes: Nodes, answer: Answer, hashes: list[int]) -> int:
-        for each in reversed(hashes):
-            number = self._known.get(each)
+        for block in reversed(hashes):
+            number = self._known.get(block)
             if number is not None and number < len(nodes):
                 return number
         return self._fallback.choose(nodes, answer)

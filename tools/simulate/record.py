@@ -219,14 +219,14 @@ def _vary(
     n_callers = round(2 ** rng.uniform(-0.4, 4.1)) if n_callers is None else n_callers
     end_s = perf_counter() + seconds
 
-    def work(mine: random.Random) -> None:
+    def work(chance: random.Random) -> None:
         while perf_counter() < end_s:
             if run.traffic == STREAMS:
-                _stream(engine, mine, run, end_s)
+                _stream(engine, chance, run, end_s)
             else:
                 workload = scaled(WORKLOADS[run.traffic], engine.n_ctx / 4096, engine.n_ctx)
-                workload = replace(workload, think_s=0.1 * seconds * mine.random())
-                _converse(engine, Conversation(workload, 0, mine), run, mine.getrandbits(32), end_s)
+                workload = replace(workload, think_s=0.1 * seconds * chance.random())
+                _converse(engine, Conversation(workload, 0, chance), run, chance.getrandbits(32), end_s)
 
     threads = [threading.Thread(target=work, args=(random.Random(rng.random()),)) for _ in range(n_callers)]
     for thread in threads:

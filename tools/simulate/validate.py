@@ -101,11 +101,11 @@ def check(
     print(f"{outcome.n_ended} requests; steps run in {100 * busy:.0f} % of the time")
     print(f"{'':22s} {'simulated':>10s} {'measured':>10s} {'error':>7s}   each run")
     for i, name in enumerate(SEEN):
-        each = [row[i] for row in measured]
-        middle = float(np.median(each))
+        values = [row[i] for row in measured]
+        middle = float(np.median(values))
         error = f"{100 * (simulated[i] / middle - 1):+6.1f}%"
         print(
-            f"{name:22s} {simulated[i]:10.4g} {middle:10.4g} {error}   {' '.join(f'{x:.4g}' for x in each)}"
+            f"{name:22s} {simulated[i]:10.4g} {middle:10.4g} {error}   {' '.join(f'{x:.4g}' for x in values)}"
         )
 
 

@@ -108,7 +108,7 @@ class Pending(Generic[T]):
             self.observed.popitem()[1].end(error)
 
 
-def _timed_out(completion: Completion) -> Completion:
+def _timeout_completion(completion: Completion) -> Completion:
     if all(choice.finish_reason != "cancelled" for choice in completion.choices):
         return completion
     return replace(
@@ -203,7 +203,7 @@ class Submission:
                 raise result
             self.cancel(pending.groups[index])  # the other choices of the prompt
         elif pending.timed_out and isinstance(result, Completion):
-            result = _timed_out(result)
+            result = _timeout_completion(result)
         pending.groups.pop(index, None)
         if pending.bar is not None:
             pending.bar.update()

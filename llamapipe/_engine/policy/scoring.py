@@ -3,7 +3,7 @@
 Open this file to change what ``Engine.score`` or ``prompt_logprobs`` computes.
 
 The principle: the row of a position has the log-probabilities of the next token. The wanted positions are consecutive
-and extend to the end of the tokens to compute. So one number, ``wanted_from``, says which positions are still missing,
+and extend to the end of the tokens to compute. So one number, ``wanted_from``, says which positions still need scores,
 even after a preemption. Pure policy.
 """
 
@@ -72,7 +72,7 @@ class PromptTargets(LogprobTargets):
 
 
 class ContinuationTargets(LogprobTargets):
-    """Continuations of one context, which is computed once. Each continuation is computed after it, then removed.
+    """Continuations of one context, which is computed once. Each continuation is computed after it and then removed.
 
     The context's last row scores the first tokens of all continuations, so continuations of one token cost no further
     rows.

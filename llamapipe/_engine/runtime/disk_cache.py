@@ -10,8 +10,8 @@ prefix cache with its own tokens, and that cache decides which cells a request m
 
 Engines that compute the same cells (model, its adapters, types, kernels) share a folder. Other processes may use it at
 the same time. They never change a file, so they need no locks: a missing file was deleted by another process. The least
-recently used file is deleted first, whichever subfolder it is in. A nearly full disk counts as a reached limit: the
-cache makes room for files that cannot be computed again.
+recently used file is deleted first, whichever subfolder it is in. When the disk is nearly full, the
+cache deletes its own files, which can be computed again, to make room for files that cannot.
 
 Files are read and written by one thread, so a slow disk delays only a request that waits for a file, for ``PATIENCE_S``
 at most. Reads come first.
@@ -58,9 +58,9 @@ from llamapipe.locks import Lock
 
 DISK_THREAD_NAME = "llamapipe-disk-cache"
 PATIENCE_S = 20.0  # how long a request waits for a file before its tokens are computed
-MIN_GAIN = 64  # tokens that a request must gain to wait for a file, and a sequence to be written
-REST_S = 0.5  # seconds for which an engine must be idle before it copies each sequence to be written
-GROWTH = 16  # until the end, a sequence is written again only when it has grown by one part in this many
+MIN_GAIN = 64  # minimum tokens: that a file must save a request that waits for it, and that a written sequence must add
+REST_S = 0.5  # seconds that an engine must be idle before it copies each sequence to be written
+GROWTH = 16  # before the end, a sequence is written again only after growing by one part in this many
 CLOSE_S = 10.0  # maximum seconds of writing when an engine is closed
 _MOST_WAITING = 2  # sequences that wait to be written; each takes host memory
 _MOST_OFFERED = 2**16
@@ -462,7 +462,7 @@ class DiskCache:
                                 )
         if n_kept + n_bytes > self._max_bytes:
             return False
-        from shutil import disk_usage  # which imports every kind of compression
+        from shutil import disk_usage  # imported here: shutil imports every kind of compression
 
         disk = disk_usage(self.root)
         n_missing = n_bytes + min(disk.total // _FREE_SHARE, _FREE_BYTES) - disk.free
@@ -539,7 +539,7 @@ def read_sequence(path: Path, layout: SnapshotFormat, n_vocab: int) -> CachedSeq
     """Return the sequence in a file. Raises OSError, MemoryError; ValueError if the file is damaged or does not fit."""
     with open_private(path) as file:
         sequence = _read(file, layout, n_vocab)
-        with suppress(OSError):  # the disk is read-only, and deletes nothing
+        with suppress(OSError):  # a read-only disk, from which nothing will be deleted
             os.utime(file.fileno())
     return sequence
 

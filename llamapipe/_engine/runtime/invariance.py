@@ -19,7 +19,7 @@ from llamapipe.llama.context import Context
 from llamapipe.llama.model import Model
 from llamapipe.native.load import native
 
-_N_TOKENS = 80  # from 64 tokens, ggml's attention uses a different loop
+_N_TOKENS = 80  # from 64 tokens onward, ggml's attention uses a different loop
 _N_SEQ = 5
 
 
@@ -28,10 +28,10 @@ def check_invariance(
 ) -> None:
     """Raise ValueError if the text that this model generates could depend on other requests.
 
-    Known reasons are checked first. Then the same token is computed in several ways, and its logits are compared. This
-    detects matrix products and other operations that ggml computes differently for one row than for several.
+    Known reasons are checked first. Then the same token is computed in several ways, and its logits are compared. The
+    comparison detects matrix products and other operations that ggml computes differently for one row than for several.
     """
-    reason = _known(model, unified, flash_attn)
+    reason = _known_reason(model, unified, flash_attn)
     if reason is None and not _is_invariant(new_context):
         reason = (
             "ggml computes one of its operations differently for several rows, such as products of a format "
@@ -43,7 +43,7 @@ def check_invariance(
         )
 
 
-def _known(model: Model, unified: bool, flash_attn: str) -> str | None:
+def _known_reason(model: Model, unified: bool, flash_attn: str) -> str | None:
     module = native()
     if not module.lib.lp_kernels_attend():
         return "llamapipe has no attention kernels for this processor"
@@ -79,7 +79,7 @@ def _is_invariant(new_context: Callable[..., Context]) -> bool:
 def _last_logits(
     context: Context, tokens: npt.NDArray[np.int64], parts: list[list[int]]
 ) -> npt.NDArray[np.float32]:
-    """Return the logits after all tokens of sequence 0. Each further sequence starts one token later, so all differ."""
+    """Return the logits after all tokens of sequence 0. Each further sequence starts one token later."""
     n_past = 0
     for part in parts:
         entries = list(_entries(tokens, n_past, part))

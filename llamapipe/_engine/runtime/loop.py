@@ -477,7 +477,7 @@ class EngineLoop:
         if self._disk is not None:
             self._disk.writes = when
 
-    def kept_bytes(self, request: Request) -> tuple[int, int, int]:
+    def saved_sizes(self, request: Request) -> tuple[int, int, int]:
         """Return three sizes in bytes: a request's saved cells (0: not saved), their need, and the host budget."""
         self._change_cells()
         kept, cache = request.saved_cells, self._scheduler.cache

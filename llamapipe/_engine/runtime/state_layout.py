@@ -127,7 +127,7 @@ class StateLayout:
             parts += [_U32.pack(n_wanted), cells, bytes(4 * (n_wanted - 1))]
         if self.rows:
             begin = reader.at
-            position = self._recurrent(reader)
+            position = self._recurrent_start(reader)
             if position != (n if end < 0 else end) - 1:
                 raise StateError(f"its recurrent state is of position {position}, its cells end at {end}")
             parts.append(reader.data[begin : reader.at])
@@ -178,7 +178,7 @@ class StateLayout:
                 _, size = reader.read(_ROWS)
                 reader.skip(count * size)
 
-    def _recurrent(self, reader: _Reader) -> int:
+    def _recurrent_start(self, reader: _Reader) -> int:
         """Return the position of the recurrent state."""
         count, position, n_listed = reader.read(_RECURRENT)
         if count != 1 or n_listed:

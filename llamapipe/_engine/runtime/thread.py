@@ -210,8 +210,8 @@ class EngineThread:
         """See ``EngineLoop.snapshot``. Waits for the running step."""
         return self.ask(partial(self.loop.snapshot, request))
 
-    def kept_bytes(self, request: Request) -> tuple[int, int, int]:
-        return self.ask(partial(self.loop.kept_bytes, request))
+    def saved_sizes(self, request: Request) -> tuple[int, int, int]:
+        return self.ask(partial(self.loop.saved_sizes, request))
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the engine's bookkeeping is inconsistent."""

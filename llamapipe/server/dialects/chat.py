@@ -132,7 +132,7 @@ class ChatEncoder(OpenAiEncoder[ChatDelta]):
     def _call_parts(self, index: int, part: ChatDelta) -> list[dict[str, Any]]:
         """Return the parts of the calls in ``part``.
 
-        The model writes the input of a custom tool as a JSON string, so it is sent when it is complete.
+        The model writes the input of a custom tool as a JSON string, so the input is sent when the string is complete.
         """
         parts: list[dict[str, Any]] = []
         for piece in part.tool_calls:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llamapipe.llama.vocab import Vocab
-from llamapipe.results import TokenLogprob
+from llamapipe.results import TokenLogprob, logprob_lists
 from llamapipe.text.stream import TextOffsets
 
 
@@ -38,28 +38,25 @@ class CompletionLogprobs:
 
     def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
         """Return the ``logprobs`` of the choice's next tokens. ``first``: a token before them that has none."""
-        tokens: list[str] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        if first is not None:
-            self._add(first, tokens, offsets)
-            logprobs.append(None)
-            tops.append(None)
-        for entry in entries:
-            self._add(entry.id, tokens, offsets)
-            logprobs.append(_finite(entry.logprob))
-            top = {self._text(t.id): _finite(t.logprob) for t in reversed(entry.top)}
-            top.setdefault(tokens[-1], _finite(entry.logprob))
-            tops.append(top)
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        lists = logprob_lists(entries, first, self._text, self._offset, self._top)
+        logprobs = [None if logprob is None else _finite(logprob) for logprob in lists.logprobs]
+        return {
+            "tokens": lists.tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": lists.tops,
+            "text_offset": lists.offsets,
+        }
 
     def _text(self, token: int) -> str:
         return id_text(token) if self._as_ids else token_text(self._vocab.written_piece(token))
 
-    def _add(self, token: int, tokens: list[str], offsets: list[int]) -> None:
-        tokens.append(self._text(token))
-        offsets.append(self._offsets.next(self._vocab.piece(token)))
+    def _offset(self, token: int) -> int:
+        return self._offsets.next(self._vocab.piece(token))
+
+    def _top(self, entry: TokenLogprob, text: str) -> dict[str, float]:
+        top = {self._text(other.id): _finite(other.logprob) for other in reversed(entry.top)}
+        top.setdefault(text, _finite(entry.logprob))
+        return top
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], vocab: Vocab, as_ids: bool = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
-from llamapipe.server.requests.job import Job, drafted, gather
+from llamapipe.server.requests.job import Job, count_drafted, gather
 from llamapipe.server.requests.limits import refuse_long, refuse_long_chat, total_choices
 from llamapipe.server.requests.media import in_request, place_of, with_media
 from llamapipe.server.requests.sampling import with_field
@@ -471,7 +471,7 @@ class ChatJob(Job[ChatDelta]):
             self.n_prompt_tokens,
             self.n_cached_tokens,
             Timings(None, 0.0),
-            *drafted(self.running),
+            *count_drafted(self.running),
         )
 
     async def prompt_tokens(self) -> list[int]:

@@ -111,12 +111,12 @@ class TextJob(Job[Delta]):
         There are ``params.n`` choices of each prompt, or ``n`` with a time limit.
         """
         if self._most_ms:
-            return await self._exchange.await_streams(self._gathered())
+            return await self._exchange.await_streams(self._gather())
         return await self._exchange.await_engine(
             self._engine.agenerate(self._prompts, self._params, timeout=self._timeout, block=False)
         )
 
-    async def _gathered(self) -> list[Completion]:
+    async def _gather(self) -> list[Completion]:
         parts = await gather(self._exchange, self)
         scores = await self.prompt_logprobs()
         completions = []
@@ -129,7 +129,7 @@ class TextJob(Job[Delta]):
                     self._n_cached[p],
                     Timings(None, 0.0),
                     None if scores is None else scores[p],
-                    *drafted(self.running[p * self.n : (p + 1) * self.n]),
+                    *count_drafted(self.running[p * self.n : (p + 1) * self.n]),
                 )
             )
         return completions
@@ -173,7 +173,7 @@ class TextJob(Job[Delta]):
                 yield delta
 
 
-def counted(exchange: Exchange, *done: Completion | ChatCompletion, is_empty: bool = False) -> Counts:
+def record_counts(exchange: Exchange, *done: Completion | ChatCompletion, is_empty: bool = False) -> Counts:
     """Return the token counts of complete answers, and record them. ``is_empty``: the request asked for no tokens."""
     counts = Counts(
         sum(answer.n_prompt_tokens for answer in done),
@@ -186,7 +186,7 @@ def counted(exchange: Exchange, *done: Completion | ChatCompletion, is_empty: bo
     return counts
 
 
-def drafted(running: Sequence[AsyncStream | AsyncChatStream | None]) -> tuple[int, int]:
+def count_drafted(running: Sequence[AsyncStream | AsyncChatStream | None]) -> tuple[int, int]:
     """Return how many drafted tokens the streams computed, and how many of them were accepted."""
     streams = [stream for stream in running if stream is not None]
     return (
@@ -195,7 +195,9 @@ def drafted(running: Sequence[AsyncStream | AsyncChatStream | None]) -> tuple[in
     )
 
 
-async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) -> AsyncGenerator[bytes, None]:
+async def encode_stream(
+    exchange: Exchange, job: Job[Part], encoder: Encoder[Part]
+) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of a streamed answer as they arrive. Counts its tokens for the log and the metrics."""
     streams = job.streams()
     n_completion = n_submitted = 0
@@ -220,7 +222,7 @@ async def encoded(exchange: Exchange, job: Job[Part], encoder: Encoder[Part]) ->
                     yield data
     finally:
         exchange.count(job.n_prompt_tokens, n_completion)
-    counts = Counts(job.n_prompt_tokens, job.n_cached_tokens, n_completion, *drafted(job.running))
+    counts = Counts(job.n_prompt_tokens, job.n_cached_tokens, n_completion, *count_drafted(job.running))
     prompt = await job.prompt_tokens() if encoder.prompt_at == "end" else ()
     if data := encoder.end(counts, prompt):
         yield data
@@ -238,7 +240,7 @@ async def gather(exchange: Exchange, job: Job[Part]) -> list[list[Part]]:
     return parts
 
 
-async def joined(parts: AsyncGenerator[bytes, None]) -> bytes:
+async def join(parts: AsyncGenerator[bytes, None]) -> bytes:
     """Join the parts of an answer that is not streamed."""
     async with aclosing(parts):
         return b"".join([part async for part in parts])

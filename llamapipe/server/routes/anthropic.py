@@ -19,7 +19,7 @@ from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent, wrong
 from llamapipe.server.json_bytes import event
 from llamapipe.server.requests.generation import ChatJob, n_prompt_tokens, note_unread, template_args
-from llamapipe.server.requests.job import counted, encoded
+from llamapipe.server.requests.job import encode_stream, record_counts
 from llamapipe.server.requests.limits import check_n_messages
 from llamapipe.server.requests.media import PlacedPart
 from llamapipe.server.requests.sampling import Sampling
@@ -205,9 +205,9 @@ async def messages(exchange: Exchange, request: MessagesRequest) -> Response:
     await note_unread(exchange, request.chat_template_kwargs)
     job, encoder = _job(exchange, request), AnthropicEncoder(f"msg_{exchange.id}", model, exchange.times)
     if request.stream:
-        return EventStream(exchange, encoded(exchange, job, encoder), ping=_PING)
+        return EventStream(exchange, encode_stream(exchange, job, encoder), ping=_PING)
     done = await job.complete()
-    return JsonResponse(encoder.whole(done.choices[0], counted(exchange, done)))
+    return JsonResponse(encoder.whole(done.choices[0], record_counts(exchange, done)))
 
 
 async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Response:

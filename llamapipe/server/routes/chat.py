@@ -22,7 +22,7 @@ from llamapipe.server.requests.generation import (
     note_unread,
     template_args,
 )
-from llamapipe.server.requests.job import counted, encoded
+from llamapipe.server.requests.job import encode_stream, record_counts
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted
 from llamapipe.server.requests.time_limit import check_time_limit
@@ -111,9 +111,9 @@ async def chat_completions(exchange: Exchange, request: ChatRequest) -> Response
         job.running,
     )
     if request.stream:
-        return EventStream(exchange, encoded(exchange, job, encoder), sign=encoder.news)
+        return EventStream(exchange, encode_stream(exchange, job, encoder), sign=encoder.news)
     done = await job.complete()
-    counts = counted(exchange, done, is_empty=job.is_empty)
+    counts = record_counts(exchange, done, is_empty=job.is_empty)
     return JsonResponse(
         encoder.whole(done, counts, await job.prompt_tokens() if request.return_token_ids else ())
     )

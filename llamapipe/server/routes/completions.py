@@ -19,7 +19,7 @@ from llamapipe.server.dialects.openai_stream import Format
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import Prompt, given_prompts, n_prompts, prompts_of
-from llamapipe.server.requests.job import TextJob, counted, encoded
+from llamapipe.server.requests.job import TextJob, encode_stream, record_counts
 from llamapipe.server.requests.limits import check_top, total_choices
 from llamapipe.server.requests.sampling import (
     Constraint,
@@ -142,7 +142,7 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
     if not request.stream:
         job, encoder = await _prepared(exchange, request)
         done = await job.complete()
-        return JsonResponse(encoder.whole(done, counted(exchange, *done, is_empty=job.is_empty)))
+        return JsonResponse(encoder.whole(done, record_counts(exchange, *done, is_empty=job.is_empty)))
     encoders: list[CompletionEncoder] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -152,7 +152,7 @@ async def completions(exchange: Exchange, request: CompletionRequest) -> Respons
             scores = await job.prompt_logprobs()
             for index in range(len(job.running)):
                 yield encoder.echo(index, None if scores is None else scores[index // job.n])
-        async with aclosing(encoded(exchange, job, encoder)) as stream:
+        async with aclosing(encode_stream(exchange, job, encoder)) as stream:
             async for data in stream:
                 yield data
 

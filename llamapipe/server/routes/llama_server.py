@@ -30,7 +30,7 @@ from llamapipe.server.dialects.openai_stream import system_fingerprint
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import Prompt, fim_prompt_of, n_prompts, prompts_of
-from llamapipe.server.requests.job import TextJob, encoded, joined
+from llamapipe.server.requests.job import TextJob, encode_stream, join
 from llamapipe.server.requests.limits import check_top, total_choices
 from llamapipe.server.requests.sampling import (
     LoraScale,
@@ -128,13 +128,13 @@ async def infill(exchange: Exchange, request: InfillRequest) -> Response:
 async def _answer(exchange: Exchange, request: LlamaServerRequest, prompts: Prompts) -> Response:
     if not request.stream:
         job, encoder = await _prepared(exchange, request, prompts)
-        return JsonResponse(await exchange.await_streams(joined(encoded(exchange, job, encoder))))
+        return JsonResponse(await exchange.await_streams(join(encode_stream(exchange, job, encoder))))
     encoders: list[LlamaServerEncoder] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
         job, encoder = await _prepared(exchange, request, prompts)
         encoders.append(encoder)
-        async with aclosing(encoded(exchange, job, encoder)) as stream:
+        async with aclosing(encode_stream(exchange, job, encoder)) as stream:
             async for data in stream:
                 yield data
 

@@ -16,7 +16,7 @@ from llamapipe.server.dialects.mistral import FimEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import fim_prompt_of
-from llamapipe.server.requests.job import TextJob, counted, encoded
+from llamapipe.server.requests.job import TextJob, encode_stream, record_counts
 from llamapipe.server.requests.sampling import Sampling
 from llamapipe.server.routes.completions import check_params, token_limit
 
@@ -51,11 +51,11 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
     if not request.stream:
         job = TextJob(exchange, [await prompt()], params)
         done = await job.complete()
-        return JsonResponse(encoder.whole(done[0], counted(exchange, *done)))
+        return JsonResponse(encoder.whole(done[0], record_counts(exchange, *done)))
 
     async def events() -> AsyncGenerator[bytes, None]:
         job = TextJob(exchange, [await prompt()], params)
-        async with aclosing(encoded(exchange, job, encoder)) as stream:
+        async with aclosing(encode_stream(exchange, job, encoder)) as stream:
             async for data in stream:
                 yield data
 

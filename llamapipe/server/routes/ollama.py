@@ -41,7 +41,7 @@ from llamapipe.server.dialects.ollama import OllamaEncoder, empty_part, nanoseco
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import ChatJob, fim_prompt_of, prompts_of
-from llamapipe.server.requests.job import Job, Part, TextJob, encoded, joined
+from llamapipe.server.requests.job import Job, Part, TextJob, encode_stream, join
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server.requests.media import PlacedPart
 from llamapipe.server.requests.sampling import FROM_TABLE, Formats, Sampling, Tokenize
@@ -456,10 +456,10 @@ async def _answered(
         with_context,
         exchange.loaded_ns,
     )
-    parts = encoded(exchange, job, encoder)
+    parts = encode_stream(exchange, job, encoder)
     if request.stream is not False:
         return LineStream(exchange, parts, ping=encoder.ping())
-    return JsonResponse(await joined(parts))
+    return JsonResponse(await join(parts))
 
 
 async def _thinking(state: ServerState, request: Generates) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from llamapipe.server.requests.generation import (
     note_unread,
     template_args,
 )
-from llamapipe.server.requests.job import encoded
+from llamapipe.server.requests.job import encode_stream
 from llamapipe.server.requests.kept import Kept, connect_to_store, resolve_references
 from llamapipe.server.requests.limits import CHAT_TOP, check_metadata, check_n_messages, check_top
 from llamapipe.server.requests.mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
@@ -543,7 +543,7 @@ class _Answer:
         if self._mcp.wanted:
             conversation.set(self._name)  # of what this task submits, see _ran
         try:
-            async with aclosing(encoded(self._exchange, job, self._encoder)) as parts:
+            async with aclosing(encode_stream(self._exchange, job, self._encoder)) as parts:
                 async for event in parts:
                     yield event
         finally:

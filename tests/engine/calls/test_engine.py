@@ -188,13 +188,13 @@ class TestGenerate:
             list(engine.iter_completed([PROMPT, ""], greedy(3)))
 
     def test_completions_have_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
-        each = [greedy(3), greedy(1), greedy(2)]
-        completions = dict(engine.iter_completed([PROMPT] * 2, each[1:]))
+        params_of = [greedy(3), greedy(1), greedy(2)]
+        completions = dict(engine.iter_completed([PROMPT] * 2, params_of[1:]))
         assert [completions[i].n_completion_tokens for i in range(2)] == [1, 2]
         with pytest.raises(ValueError, match="params has 1 items"):
-            list(engine.iter_completed([PROMPT] * 2, each[1:2]))
+            list(engine.iter_completed([PROMPT] * 2, params_of[1:2]))
         with pytest.raises(ValueError, match="there are 2 prompts"):
-            list(engine.iter_completed([PROMPT] * 2, each))
+            list(engine.iter_completed([PROMPT] * 2, params_of))
 
     def test_unknown_keywords_show_the_call_that_was_meant(self, engine: lp.Engine) -> None:
         with pytest.raises(TypeError, match=r"generate\(prompt, lp.SamplingParams\(max_tokens=3\)\)"):
@@ -281,9 +281,9 @@ class TestSampling:
             engine = make_engine(n_seq_max=n_seq_max, n_ubatch=32)
             alone.add(engine.generate(PROMPT, params).text)
             for place in range(4):
-                each = [*noise[:place], params, *noise[place:]]
-                texts = [PROMPT if p is params else OTHER for p in each]
-                alone.add(engine.generate(texts, each)[place].text)
+                mixed = [*noise[:place], params, *noise[place:]]
+                texts = [PROMPT if p is params else OTHER for p in mixed]
+                alone.add(engine.generate(texts, mixed)[place].text)
         assert len(alone) == 1
 
     def test_random_seeds_are_told_and_repeat_their_texts(self, engine: lp.Engine) -> None:

@@ -166,8 +166,8 @@ class TestIterCompleted:
 
     def test_one_params_for_each_prompt(self, engine: lp.Engine) -> None:
         async def lengths(n_params: int) -> list[int]:
-            each = [greedy(n + 1) for n in range(n_params)]
-            completions = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, each)}
+            params = [greedy(n + 1) for n in range(n_params)]
+            completions = {i: out async for i, out in engine.aiter_completed([PROMPT] * 3, params)}
             return [completions[i].n_completion_tokens for i in range(3)]
 
         assert run(lengths(3)) == [1, 2, 3]

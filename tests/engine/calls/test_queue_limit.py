@@ -246,21 +246,21 @@ class TestTogether:
         queue = QueueLimit(3)
         most, lock = [0], threading.Lock()
 
-        def inside(mine: Request) -> None:
+        def inside(request: Request) -> None:
             with lock:
                 most[0] = max(most[0], queue.n)
-            queue.remove([mine])
+            queue.remove([request])
 
         def thread() -> None:
-            for mine in [Request([1]) for _ in range(60)]:
-                queue.enter(mine, perf_counter() + PATIENCE_S)
-                inside(mine)
+            for request in [Request([1]) for _ in range(60)]:
+                queue.enter(request, perf_counter() + PATIENCE_S)
+                inside(request)
 
         async def task() -> None:
-            for mine in [Request([1]) for _ in range(60)]:
-                await queue.aenter(mine, None)
+            for request in [Request([1]) for _ in range(60)]:
+                await queue.aenter(request, None)
                 await turn()
-                inside(mine)
+                inside(request)
 
         async def tasks() -> None:
             await asyncio.wait_for(asyncio.gather(*(task() for _ in range(6))), PATIENCE_S)

@@ -153,33 +153,33 @@ def asked_as(engine: lp.Engine, name: str | None, tokens: list[int]) -> int:
 
 
 def test_cells_of_a_conversation_that_continues_soon_go_last(make_engine: MakeEngine) -> None:
-    other, mine, *more = (tokens_of(40, i) for i in range(5))
+    other, prompt, *more = (tokens_of(40, i) for i in range(5))
     for is_held in (True, False):
         engine = make_engine(n_seq_max=2, cache_bytes=0)
-        asked_as(engine, "mine", mine)
+        asked_as(engine, "mine", prompt)
         engine.hold_conversation("mine")
         if not is_held:
             engine.release_conversation("mine")
         for tokens in (other, *more):  # the slots are needed for them
             asked_as(engine, None, tokens)
-        assert asked_as(engine, "mine", mine) == (39 if is_held else 0)
+        assert asked_as(engine, "mine", prompt) == (39 if is_held else 0)
         engine.release_conversation("mine")
         engine.check_integrity()
 
 
 def test_cells_of_a_conversation_that_nobody_continues_go_first(make_engine: MakeEngine) -> None:
     """In the slots, and in host memory, which has room for two here."""
-    other, mine, *more = (tokens_of(40, i) for i in range(5))
+    other, prompt, *more = (tokens_of(40, i) for i in range(5))
     engine = make_engine(n_seq_max=1, cache_bytes=2**20)
     asked_as(engine, None, other)
-    asked_as(engine, None, mine)
+    asked_as(engine, None, prompt)
     n_bytes = engine.stats().cache_bytes
     for is_done in (True, False):
         slots = make_engine(n_seq_max=2, cache_bytes=0)
         host = make_engine(n_seq_max=1, cache_bytes=int(2.5 * n_bytes))
         for engine, n_between in ((slots, 0), (host, 1)):
             asked_as(engine, None, other)
-            asked_as(engine, "mine", mine)
+            asked_as(engine, "mine", prompt)
             for tokens in more[:n_between]:
                 asked_as(engine, None, tokens)
             engine.hold_conversation("mine")
@@ -192,11 +192,11 @@ def test_cells_of_a_conversation_that_nobody_continues_go_first(make_engine: Mak
 @pytest.mark.parametrize("names", [("mine", "mine"), ("mine", "same")])
 def test_cells_that_are_held_twice(make_engine: MakeEngine, names: tuple[str, str]) -> None:
     """By a name, or by two: they are held until both have released them, and no longer."""
-    mine, *more = (tokens_of(40, i) for i in range(5))
+    prompt, *more = (tokens_of(40, i) for i in range(5))
     for released in ((), names[:1], names):
         engine = make_engine(n_seq_max=3, cache_bytes=0)
         for name in names:
-            asked_as(engine, name, mine)
+            asked_as(engine, name, prompt)
         for name in names:
             engine.hold_conversation(name)
         for name in released:
@@ -206,7 +206,7 @@ def test_cells_that_are_held_twice(make_engine: MakeEngine, names: tuple[str, st
         for tokens in more[1:]:
             asked_as(engine, None, tokens)
         is_held = bool(set(names) - set(released))
-        assert asked_as(engine, None, mine) == (39 if is_held else 0)
+        assert asked_as(engine, None, prompt) == (39 if is_held else 0)
 
 
 def test_conversations_of_files_are_remembered_as_others(make_engine: MakeEngine, tmp_path: Path) -> None:

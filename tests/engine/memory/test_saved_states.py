@@ -224,11 +224,11 @@ class TestForged:
             engine = make_engine(other, n_seq_max=2)
             with engine.start([5, 6, 7] * 10, greedy(4)) as generation:
                 assert next(generation)
-                mine = generation.snapshot()
+                own = generation.snapshot()
             body = snapshot[:-CHECK]
             tokens = bytes(4 * struct.unpack_from("<I", body, 44)[0])  # in every vocabulary
             _, state = parts(snapshot)
-            forged = body[:8] + mine[8:24] + body[24 : state - len(tokens)] + tokens + body[state:]
+            forged = body[:8] + own[8:24] + body[24 : state - len(tokens)] + tokens + body[state:]
             self.refused(engine, forged, "")
 
     def test_an_older_version(self, make_engine: MakeEngine, model: lp.Model, snapshot: bytes) -> None:

@@ -239,7 +239,9 @@ def test_a_failed_draft_leaves_no_cells(
     with make_engine(model, n_ctx=256, n_seq_max=2, draft=heads["with sections"]) as engine:
         expected = engine.generate(PROMPTS, params(speculate="off"))
         done = engine.generate(PROMPTS, params())
-        assert [each.token_ids for each in done] == [each.token_ids for each in expected]
+        assert [completion.token_ids for completion in done] == [
+            completion.token_ids for completion in expected
+        ]
     assert n_failed > 20 and drafts
 
 

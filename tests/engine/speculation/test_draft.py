@@ -83,11 +83,11 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_are_those_without_drafts(engine: lp.Engine, way: str) -> None:
     def texts(speculate: str | None) -> list[tuple[lp.Choice, ...]]:
-        each = [
+        params = [
             lp.SamplingParams(max_tokens=60, seed=i, speculate=speculate, **WAYS[way])  # type: ignore[arg-type]
             for i in range(7)
         ]
-        done = engine.generate([STORY[: 40 + 8 * i] for i in range(7)], each)
+        done = engine.generate([STORY[: 40 + 8 * i] for i in range(7)], params)
         return [completion.choices for completion in done]
 
     expected = texts("off")

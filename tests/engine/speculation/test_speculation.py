@@ -679,12 +679,12 @@ def test_guesses_beside_a_window_are_of_one_length(
         make_engine(windowed, n_ctx=256, n_seq_max=6, kv_unified=kv_unified) as engine,
         plain_loop(windowed) as plain,
     ):
-        each: list[dict[str, Any]] = [
+        options: list[dict[str, Any]] = [
             {"ignore_eos": True},
             {"ignore_eos": True, "speculate": "off"},
             {"grammar": 'root ::= ("w" [1-9]+)+'},
         ]
-        params = [lp.SamplingParams(max_tokens=100, temperature=0, **each[i % 3]) for i in range(9)]
+        params = [lp.SamplingParams(max_tokens=100, temperature=0, **options[i % 3]) for i in range(9)]
         done = engine.generate(prompts_of(9), params)
         for prompt, completion, asked in zip(prompts_of(9), done, params, strict=True):
             assert asked.grammar or plain.agrees(prompt, completion.token_ids)
@@ -728,14 +728,15 @@ def test_states_go_back_before_wrong_guesses(
         make_engine(hybrid, n_ctx=256, n_seq_max=4, kv_unified=kv_unified) as engine,
         plain_loop(hybrid) as plain,
     ):
-        each: list[dict[str, Any]] = [
+        options: list[dict[str, Any]] = [
             {},
             {},
             {"logits_processors": (lambda row: None,)},
             {"speculate": "off"},
         ]
         params = [
-            lp.SamplingParams(max_tokens=150, ignore_eos=True, temperature=0, **each[i % 4]) for i in range(n)
+            lp.SamplingParams(max_tokens=150, ignore_eos=True, temperature=0, **options[i % 4])
+            for i in range(n)
         ]
         for prompt, completion in zip(prompts_of(n), engine.generate(prompts_of(n), params), strict=True):
             assert plain.agrees(prompt, completion.token_ids)
@@ -798,9 +799,9 @@ def test_states_are_copied_before_guesses(
 
     Six requests are more than the copies that a step may have.
     """
-    each: list[dict[str, Any]] = [{}, {}, {"logits_processors": (lambda row: None,)}, {"speculate": "off"}]
+    options: list[dict[str, Any]] = [{}, {}, {"logits_processors": (lambda row: None,)}, {"speculate": "off"}]
     params = [
-        lp.SamplingParams(max_tokens=100, ignore_eos=True, temperature=0, **each[i % 4]) for i in range(n)
+        lp.SamplingParams(max_tokens=100, ignore_eos=True, temperature=0, **options[i % 4]) for i in range(n)
     ]
     with make_engine(recurrent, n_ctx=256, n_seq_max=6) as engine, plain_loop(recurrent) as plain:
         texts = [done.text for done in engine.generate(prompts_of(n), params)]

@@ -454,7 +454,7 @@ class Engine(BlockingCalls, AsyncOwner):
         if draft is None or draft in MTP_CHOICES:
             return None
         if not isinstance(draft, Model):
-            draft = self._draft_model = undo.enter_context(closing(_load_draft(draft, model)))
+            draft = self._draft_model = undo.enter_context(closing(_load_draft_file(draft, model)))
         return draft
 
     def _open_disk_cache(
@@ -1737,7 +1737,7 @@ def prefill_cutoff(context: Context) -> int | None:
     return None if on_gpu(context.model) else PREFILL_CUTOFF_TOKENS
 
 
-def _load_draft(path: str | os.PathLike[str], model: Model) -> Model:
+def _load_draft_file(path: str | os.PathLike[str], model: Model) -> Model:
     """Load a draft with the options of the model it drafts for. Raises ValueError if the two do not fit together."""
     from llamapipe.gguf.check import check_gguf
 

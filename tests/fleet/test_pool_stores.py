@@ -45,14 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(hub: SmallHub, home: Path) -> Iterator[PoolServer]:
-    variables = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "OLLAMA_MODELS": str(home / "ollama"),
-    }
+    variables = hub.variables(home) | {"OLLAMA_MODELS": str(home / "ollama")}
     log = home / "log"
     with pool_server("ollama:", "--models", "hf:", *OPTIONS, log=log, **variables) as server:
         yield server

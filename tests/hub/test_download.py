@@ -50,14 +50,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHub]:
 
 def settings(hub: SmallHub, home: Path, **more: str) -> dict[str, str]:
     """The variables that huggingface_hub reads."""
-    return {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        **more,
-    }
+    return {**hub.variables(home), **more}
 
 
 LOAD = """

@@ -42,14 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(hub: SmallHub, home: Path) -> Iterator[httpx.Client]:
     """A client of a server in a process of its own: huggingface_hub reads its settings when it is imported."""
-    variables = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "OLLAMA_MODELS": str(home / "ollama"),
-    }
+    variables = hub.variables(home) | {"OLLAMA_MODELS": str(home / "ollama")}
     put_model(home / "ollama", "registry.ollama.ai/library/theirs/latest", b"GGUF")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

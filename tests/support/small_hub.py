@@ -39,6 +39,16 @@ class SmallHub:
         places["/{owner}/{name}/resolve/{revision}/{file:path}"] = self._file
         self.application = Starlette(routes=[Route(path, answer) for path, answer in places.items()])
 
+    def variables(self, home: object) -> dict[str, str]:
+        """The environment of a process that downloads from here to the folder ``home``."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
     def _repo(self, request: Request) -> Mapping[str, bytes]:
         self.requests.append(f"{request.method} {request.url.path}")
         repo = self.files.get("{owner}/{name}".format_map(request.path_params))

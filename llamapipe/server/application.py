@@ -185,7 +185,7 @@ ROUTES = (
     delete("/v1/models/{id:path}", system.delete_model, "Refused for a model that is served.", ("403", "404")),
     post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
-    post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
+    post("/apply-template", chat.apply_template, chat.ChatRequest, "The prompt of a conversation."),
     get("/tokenizer_info", _of_model(tokens.tokenizer_info), "Properties of the tokenizer."),
     get("/lora-adapters", _of_model(llama_server.lora_adapters),
         "The adapters, with the numbers that `lora` has for them."),

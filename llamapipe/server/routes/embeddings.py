@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from llamapipe._messages import shown
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, code_of
-from llamapipe.server.requests.generation import n_prompts
+from llamapipe.server.requests.generation import given_prompts, mixed_tokens, n_prompts
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 
 
 _MANY = 1024  # texts or tokens; with more of them the event loop is kept free
+_MOST_P = 1024  # of a norm, which is then close to the largest number
 _FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
-Texts = str | list[str | int | list[int]]  # or tokens
+# Texts, token ids, and as in llama-server, lists of both: a list with an id is one text.
+Texts = str | list[str | int | list[int | str]]
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +54,11 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /embedding``, in llama-server's format. ``embd_normalize``: 2 scales vectors to length 1, -1 does not."""
+    """``POST /embedding``, in llama-server's format.
+
+    ``embd_normalize``: the p of the norm by which vectors are divided; 0 scales their largest number to 32,760, -1
+    leaves them as they are.
+    """
 
     content: Texts | None = None
     input: Texts | None = None
@@ -116,7 +123,8 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
             for i, row in enumerate(vectors)
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+        name = f"embd-{exchange.id}"  # Mistral's client needs it, and vLLM has it, too
+        return JsonResponse({"id": name, "object": "list", "data": data, "model": model, "usage": usage})
 
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
 
@@ -130,18 +138,27 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
         raise ApiError(400, "content is empty; give at least one text", "content")
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
-    if request.embd_normalize not in (None, -1, 2):
+    p = 2 if request.embd_normalize is None else request.embd_normalize
+    if not -1 <= p <= _MOST_P:
         raise ApiError(
-            400, f"embd_normalize is {request.embd_normalize}; it may be 2 or -1", "embd_normalize"
+            400, f"embd_normalize is {shown(p)}; it must be from -1 to {_MOST_P}", "embd_normalize"
         )
-    vectors, _ = await embedded(
-        exchange, embedder, name, texts, None, False, normalize=request.embd_normalize != -1
-    )
+    vectors, _ = await embedded(exchange, embedder, name, texts, None, False, normalize=p == 2)
+    if p not in (-1, 2):
+        vectors = _scaled(vectors, p)
 
     def answer() -> Response:
         return JsonResponse([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)])
 
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
+
+
+def _scaled(vectors: npt.NDArray[np.float32], p: int) -> npt.NDArray[np.float32]:
+    """Return the vectors divided by their p-norm; with 0, scaled to numbers of at most 32,760, as in llama-server."""
+    sizes = np.abs(vectors.astype(np.float64))
+    most = np.maximum(sizes.max(axis=1, keepdims=True), 1e-300)  # powers of larger numbers could overflow
+    norms = most / 32760 if p == 0 else most * ((sizes / most) ** p).sum(axis=1, keepdims=True) ** (1 / p)
+    return (vectors / norms).astype(np.float32)
 
 
 async def embedded(
@@ -175,7 +192,7 @@ async def embedded(
     in_thread = exchange.server.in_thread
     size = checked_size() if isinstance(texts, str) or len(texts) < _MANY else await in_thread(checked_size)
     try:
-        tokens = await in_thread(partial(embedder.tokens, truncate=truncate), texts, size=size)
+        tokens = await in_thread(_tokens, embedder, texts, truncate, size=size)
         vectors = await _vectors(embedder, tokens, normalize and wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, code_of(e)) from None
@@ -186,6 +203,19 @@ async def embedded(
     n_tokens = sum(map(len, tokens))
     exchange.count(n_tokens, 0)
     return vectors, n_tokens
+
+
+def _tokens(embedder: Embedder, texts: Texts, truncate: bool) -> list[list[int]]:
+    """Return the tokens of each text. Raises as ``Embedder.embed`` does."""
+    items = given_prompts(texts)
+    is_single = isinstance(texts, str) or items[0] is texts
+    plain = [
+        item
+        if isinstance(item, str)
+        else mixed_tokens(embedder.model.vocab, "the text" if is_single else f"text {i}", item)
+        for i, item in enumerate(items)
+    ]
+    return embedder.tokens(plain[0] if is_single else plain, truncate=truncate)
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
@@ -209,8 +239,9 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     documents = [_text(document, i) for i, document in enumerate(passages)]
     _refuse_long(exchange, "query", request.query)
     _refuse_long(exchange, name, documents)
-    if request.top_n is not None and request.top_n < 1:
-        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
+    if request.top_n is not None and request.top_n < 0:
+        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more, or 0 for all", "top_n")
+    top_n = request.top_n or None
     try:
         ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
     except (TypeError, ValueError) as e:
@@ -220,13 +251,13 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     exchange.count(n_tokens, 0)
     returns_text = request.return_text or request.return_documents
     if request.texts is not None:
-        scored = [{"index": rank.index, "score": rank.score} for rank in ranked[: request.top_n]]
+        scored = [{"index": rank.index, "score": rank.score} for rank in ranked[:top_n]]
         for entry, rank in zip(scored, ranked, strict=False):
             if returns_text:
                 entry["text"] = documents[rank.index]  # type: ignore[assignment]
         return JsonResponse(scored)
     results: list[dict[str, Any]] = []
-    for rank in ranked[: request.top_n]:
+    for rank in ranked[:top_n]:
         result: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
         if returns_text:
             result["document"] = {"text": documents[rank.index]}
@@ -334,10 +365,13 @@ def _refuse_long(exchange: Exchange, name: str, texts: Any) -> None:
     """Raise ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
     most = exchange.server.settings.max_text_characters
     for text in [texts] if isinstance(texts, str) else texts:
-        if isinstance(text, str) and len(text) > most:
+        n = len(text) if isinstance(text, str) else 0
+        if isinstance(text, list) and str in set(map(type, text)):
+            n = sum(len(part) for part in text if isinstance(part, str))
+        if n > most:
             raise ApiError(
                 400,
-                f"{name}: a text has {len(text)} characters; the limit of this server is {most} "
+                f"{name}: a text has {n} characters; the limit of this server is {most} "
                 "(--max-text-characters): split it",
                 name,
             )

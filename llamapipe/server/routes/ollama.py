@@ -525,7 +525,7 @@ def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
     """Return the parts of a message: images, which this API sends in base64, then the text. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ApiError(400, f"{place} must be a list of base64 texts", place)
-    urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
+    urls = [image if image[:5].lower() == "data:" else f"data:;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [
         PlacedPart(f"{place}.{i}", {"type": "image_url", "image_url": {"url": url}})
         for i, url in enumerate(urls)

@@ -18,7 +18,7 @@ from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.media import first_media
 from llamapipe.chat.options import ChatOptions
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
@@ -481,6 +481,8 @@ class ChatJob(Job[ChatDelta]):
             done = await self._exchange.await_engine(answer)
         except InvalidRequestError as e:
             raise self._explained(e) from None
+        except DecodeError as e:
+            raise self._overflow(e) from None
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done

@@ -514,6 +514,11 @@ INSTEAD: Final[Mapping[str, Mapping[str, str | tuple[str, ...]]]] = {
         "/api/delete": _OLLAMA,
         "/api/copy": f"{_OLLAMA}; --alias gives a model another name",
         "/api/create": f"{_AT_START}; {_FROM_MODELFILE}",
+        **dict.fromkeys(("/api/me", "/api/signout"), "this server has no accounts"),
+        **dict.fromkeys(
+            ("/api/web_search", "/api/web_fetch", "/api/experimental/web_search", "/api/experimental/web_fetch"),
+            "tools of MCP servers can search: llamapipe serve --mcp FILE",
+        ),
         "/api/push": "upload files with the program of the Hugging Face Hub",
         **dict.fromkeys(("/models/load", "/models/unload"), "start the server with --models for several models"),
         "/generate": "use /v1/completions",

@@ -275,7 +275,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
     """Return advice for a path that has no route; None if there is none."""
-    advice = instead_of(path, "paths")
+    # What clients upload there becomes part of a model.
+    advice = instead_of("/api/create" if path.startswith("/api/blobs/") else path, "paths")
     if advice is not None:
         return advice
     meant = path_meant(path, {route.path for route in routes if "{" not in route.path})

@@ -47,6 +47,8 @@ class TestPaths:
             ("POST", "/api/pull", "with -m"),
             ("GET", "/v1", "/v1/models lists the models"),
             ("POST", "/api/create", "--system @FILE, --temp T and others, --lora NAME=FILE"),
+            ("POST", "/api/blobs/sha256:0a", "--system @FILE, --temp T and others, --lora NAME=FILE"),
+            ("POST", "/api/me", "no accounts"),
             ("GET", "/readyz", "use /health"),
             ("GET", "/docs", "/openapi.json describes the routes"),
             ("GET", "/load", "/metrics and /slots"),

@@ -260,12 +260,16 @@ class Generates(OllamaRequest, kw_only=True):
     top_logprobs: int | None = None
     truncate: bool | None = None
     shift: Annotated[bool | None, Unused()] = None  # the operator sets it with --overflow
+    _debug_render_only: Annotated[bool | None, Only(False, instead="/apply-template writes the prompt")] = (
+        None
+    )
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """Return the options as ``SamplingParams``. Raises ApiError 400."""
         _check_duration(self.keep_alive)
+        n_top = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
         if self.logprobs:
-            more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
+            more["logprobs"] = n_top
         if (adapter := adapter_of(state, self.model)) is not None:
             more["adapter"] = adapter
         options, set_there = self.options or Options(), modelfile_for(state, self.model).options
@@ -284,7 +288,9 @@ class Generates(OllamaRequest, kw_only=True):
     @property
     def schema(self) -> Any:
         """The JSON schema that the answer must match; None allows any text."""
-        return {"type": "object"} if self.format == "json" else self.format or None
+        if self.format == "json":
+            return {"type": "object"}
+        return None if self.format == "" else self.format  # {} allows any JSON
 
 
 class OllamaChatRequest(Generates, kw_only=True):
@@ -446,6 +452,8 @@ async def _answered(
     with_context: bool = False,
 ) -> Response:
     """Return the answer as a stream or in one piece, as the client asks."""
+    if request.top_logprobs and not request.logprobs:
+        exchange.note_unused(("top_logprobs",))
     encoder = OllamaEncoder(
         request.model,
         isinstance(request, OllamaChatRequest),

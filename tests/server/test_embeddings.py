@@ -64,6 +64,33 @@ def test_llama_servers_norms(url: str, embedder: lp.Embedder) -> None:
     for p, norm in norms.items():
         (entry,) = httpx.post(f"{url}/embedding", json={"content": TEXTS[0], "embd_normalize": p}).json()
         assert np.allclose(entry["embedding"][0], plain / norm, rtol=1e-4), p
+        openais = httpx.post(f"{url}/v1/embeddings", json={"input": TEXTS[0], "embd_normalize": p}).json()
+        assert openais["data"][0]["embedding"] == entry["embedding"][0]
+
+
+def test_vllms_fields_with_the_only_values_that_hold_here(url: str) -> None:
+    body: dict[str, Any] = {
+        "input": "the fox " * 1000,
+        "truncate_prompt_tokens": -1,
+        "truncation_side": "right",
+    }
+    body |= {
+        "add_special_tokens": True,
+        "use_activation": True,
+        "embed_dtype": "float32",
+        "padding": "do_not_pad",
+    }
+    answer = httpx.post(f"{url}/v1/embeddings", json=body)
+    assert answer.status_code == 200 and "x-llamapipe-unused" not in answer.headers
+    changes = {
+        "truncate_prompt_tokens": 5,
+        "truncation_side": "left",
+        "use_activation": False,
+        "endianness": "big",
+    }
+    for name, value in changes.items():
+        error = httpx.post(f"{url}/v1/embeddings", json={**body, name: value}).json()["error"]
+        assert error["param"] == name
 
 
 def test_texts_with_token_ids(url: str, embedder: lp.Embedder) -> None:
@@ -212,7 +239,7 @@ def test_a_text_may_be_empty(url: str, embedder: lp.Embedder) -> None:
     ("body", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [1, "a"]}, "input"),
+        ({"input": [1, [2]]}, "input"),
         ({"input": [10**9]}, "input"),
         ({"input": "the " * 100}, "input"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
@@ -250,11 +277,19 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
         everything = httpx.post(f"{server.url}/v1/rerank", json={**body, "top_n": 0}).json()  # in vLLM, all
         assert len(everything["results"]) == len(TEXTS)
-        for change in ({"top_n": -1}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
+        for change in (
+            {"top_n": -1},
+            {"use_activation": True},
+            {"documents": "a"},
+            {"documents": [{"a": "b"}]},
+            {"query": 3},
+        ):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
         long = {**body, "query": "the fox " * 40, "truncate": True}
         error = httpx.post(f"{server.url}/v1/rerank", json=long).json()["error"]
         assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
+        cut = {**body, "documents": ["the fox " * 1000], "truncate_prompt_tokens": -1}  # vLLM's truncate
+        assert httpx.post(f"{server.url}/v1/rerank", json=cut).status_code == 200
         texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
         assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
             {

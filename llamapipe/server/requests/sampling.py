@@ -309,7 +309,22 @@ class Sampling(_Options, kw_only=True):
     return_cached_tokens_details: Annotated[bool | None, Unused(False)] = None
     request_id: Annotated[str | None, Unused()] = None
     rid: Annotated[Any, Unused()] = None
+    session_id: Annotated[str | None, Unused()] = None
+    stream_interval: Annotated[int | None, Unused(1)] = None
     kv_transfer_params: Annotated[Any, Unused({})] = None
+    ec_transfer_params: Annotated[Any, Unused({})] = None
+    return_mm_kwargs: Annotated[bool | None, Unused(True, False)] = None
+    return_token_offsets: Annotated[bool | None, Unused(False)] = None
+    routed_experts_prompt_start: Annotated[int | None, Only(0)] = None
+    watermarking: Annotated[bool | None, Only(False)] = None
+    truncation_side: Annotated[str | None, Only("left", instead="prompts lose their beginning")] = None
+    repetition_detection: Annotated[
+        Any, Only({}, instead="dry_multiplier and repeat_penalty keep the model from repeating itself")
+    ] = None
+    return_prompt_text: Annotated[
+        bool | None,
+        Only(False, instead="/apply-template writes the prompt; return_token_ids returns its ids"),
+    ] = None
     bootstrap_host: Annotated[Any, Only()] = None
     bootstrap_port: Annotated[Any, Only()] = None
     bootstrap_room: Annotated[Any, Only()] = None
@@ -327,6 +342,9 @@ class Sampling(_Options, kw_only=True):
         None
     )
     n_discard: Annotated[int | None, Only(0)] = None
+    reasoning_control: Annotated[
+        bool | None, Only(False, instead="reasoning_budget limits the reasoning")
+    ] = None
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 

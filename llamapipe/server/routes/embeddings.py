@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llamapipe.embedding import Embedder
 
 
+_AS_GIVEN = "scores are as the model gives them"
 _MANY = 1024  # texts or tokens; with more of them the event loop is kept free
 _MOST_P = 1024  # of a norm, which is then close to the largest number
 _FEW = 64  # vectors are written on it
@@ -48,9 +49,24 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     truncate: bool = False
+    embd_normalize: int | None = None
     user: Annotated[str | None, Unused()] = None
     priority: Annotated[int | None, Only(0)] = None
-    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
+    # The rest of vLLM's fields; -1 cuts texts to the context, as truncate does.
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
+    truncation_side: Annotated[str | None, Only("right")] = None
+    add_special_tokens: Annotated[bool | None, Only(True)] = None
+    padding: Annotated[str | None, Only("do_not_pad")] = None
+    use_activation: Annotated[
+        bool | None, Only(True, instead="embd_normalize: -1 leaves vectors as they are")
+    ] = None
+    embed_dtype: Annotated[str | None, Only("float32")] = None
+    endianness: Annotated[str | None, Only("native", "little")] = None
+    request_id: Annotated[str | None, Unused()] = None
+    cache_salt: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
 
 
 class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +93,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     documents: list[str | dict[str, str]] | None = None
     texts: list[str] | None = None
     return_text: bool = False
-    raw_scores: Annotated[bool | None, Only(True, instead="scores are as the model gives them")] = None
+    raw_scores: Annotated[bool | None, Only(True, instead=_AS_GIVEN)] = None
     truncation_direction: Annotated[str | None, Only("right", "Right")] = None
     model: str | None = None
     top_n: int | None = None
@@ -88,6 +104,14 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int | None, Only(instead="truncate: true cuts documents to the context")
     ] = None
     user: Annotated[str | None, Unused()] = None
+    use_activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    softmax: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +128,14 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     truncate: bool = False
     priority: Annotated[int | None, Only(0)] = None
     user: Annotated[str | None, Unused()] = None
-    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
+    use_activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    softmax: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
 
 
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
@@ -112,9 +143,11 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     embedder, model = exchange.server.check_embedder(request.model)
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
+    p = _checked_norm(request.embd_normalize)
     vectors, n_tokens = await embedded(
-        exchange, embedder, "input", request.input, request.dimensions, request.truncate
+        exchange, embedder, "input", request.input, request.dimensions, _truncates(request), normalize=p == 2
     )
+    vectors = _scaled(vectors, p)
     as_text = request.encoding_format == "base64"
 
     def answer() -> Response:
@@ -138,14 +171,9 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
         raise ApiError(400, "content is empty; give at least one text", "content")
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
-    p = 2 if request.embd_normalize is None else request.embd_normalize
-    if not -1 <= p <= _MOST_P:
-        raise ApiError(
-            400, f"embd_normalize is {shown(p)}; it must be from -1 to {_MOST_P}", "embd_normalize"
-        )
+    p = _checked_norm(request.embd_normalize)
     vectors, _ = await embedded(exchange, embedder, name, texts, None, False, normalize=p == 2)
-    if p not in (-1, 2):
-        vectors = _scaled(vectors, p)
+    vectors = _scaled(vectors, p)
 
     def answer() -> Response:
         return JsonResponse([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)])
@@ -153,12 +181,33 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
 
 
+def _truncates(request: EmbeddingRequest | RerankRequest | ScoreRequest) -> bool:
+    return request.truncate or request.truncate_prompt_tokens is not None
+
+
+def _checked_norm(p: int | None) -> int:
+    """Return the checked ``embd_normalize``. Raises ApiError 400."""
+    if p is None:
+        return 2
+    if not -1 <= p <= _MOST_P:
+        raise ApiError(
+            400, f"embd_normalize is {shown(p)}; it must be from -1 to {_MOST_P}", "embd_normalize"
+        )
+    return p
+
+
 def _scaled(vectors: npt.NDArray[np.float32], p: int) -> npt.NDArray[np.float32]:
-    """Return the vectors divided by their p-norm; with 0, scaled to numbers of at most 32,760, as in llama-server."""
+    """Return the vectors divided by their p-norm; with 0, scaled to numbers of at most 32,760, as in llama-server.
+
+    Vectors are not changed with -1, and with 2, for which ``embedded`` normalizes them.
+    """
+    if p in (-1, 2):
+        return vectors
     sizes = np.abs(vectors.astype(np.float64))
     most = np.maximum(sizes.max(axis=1, keepdims=True), 1e-300)  # powers of larger numbers could overflow
     norms = most / 32760 if p == 0 else most * ((sizes / most) ** p).sum(axis=1, keepdims=True) ** (1 / p)
-    return (vectors / norms).astype(np.float32)
+    scaled: npt.NDArray[np.float32] = (vectors / norms).astype(np.float32)
+    return scaled
 
 
 async def embedded(
@@ -243,7 +292,7 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more, or 0 for all", "top_n")
     top_n = request.top_n or None
     try:
-        ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
+        ranked = await embedder.arerank(request.query, documents, truncate=_truncates(request))
     except (TypeError, ValueError) as e:
         field = "query" if str(e).startswith("the query") else name
         raise ApiError(400, str(e), field, code_of(e)) from None
@@ -283,11 +332,11 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
     _refuse_long(exchange, "text_2", second)
     try:
         if embedder.pooling == "rank":
-            scores, n_tokens = await _ranks(embedder, first, second, request.truncate)
+            scores, n_tokens = await _ranks(embedder, first, second, _truncates(request))
         elif embedder.pooling == "none":
             raise ApiError(400, "this model has pooling 'none'; it has no single vector for a text", "model")
         else:
-            scores, n_tokens = await _cosines(exchange, embedder, first, second, request.truncate)
+            scores, n_tokens = await _cosines(exchange, embedder, first, second, _truncates(request))
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), "text_2", code_of(e)) from None
     exchange.count(n_tokens, 0)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta
+from llamapipe.server._fields import Only, unused
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.dialects.openai_stream import system_fingerprint
@@ -51,15 +52,18 @@ class LlamaServerRequest(Sampling, kw_only=True):
     ``n_predict``: 0 computes only the prompt, -1 means no limit. ``n_indent``: the text ends at the first later line
     that is indented by fewer characters. ``t_max_predict_ms``: the text ends with the first line that is completed
     more than this many milliseconds after the first token. ``response_fields``: the only fields of the answer, as
-    paths such as ``timings/prompt_n``.
+    paths such as ``timings/prompt_n``. ``logprobs`` and ``max_completion_tokens``: other names of ``n_probs`` and
+    ``n_predict``.
     """
 
     model: str | None = None
     stream: bool | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     n_cmpl: int | None = None
     n_probs: int | None = None
+    logprobs: int | None = None
     samplers: list[str] | str | None = None
     logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None  # type: ignore[assignment]
     n_indent: int | None = None
@@ -71,10 +75,32 @@ class LlamaServerRequest(Sampling, kw_only=True):
     lora: list[LoraScale] | None = None
 
 
+class PromptObject(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt in the form for images and sounds, which only chats take here."""
+
+    prompt_string: str
+    multimodal_data: Annotated[
+        list[str] | None, Only([], instead="/v1/chat/completions takes images and sounds")
+    ] = None
+
+
 class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
     """``POST /completion``, in llama-server's format."""
 
-    prompt: Prompt
+    prompt: str | PromptObject | list[str | int | list[int | str] | PromptObject]
+
+    def prompts(self) -> Prompt:
+        """Return the prompts, with the text in place of each object. Raises ApiError 400."""
+        if isinstance(self.prompt, (str, PromptObject)):
+            return _text(self.prompt)
+        return [item if isinstance(item, (int, list)) else _text(item) for item in self.prompt]
+
+
+def _text(prompt: str | PromptObject) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    unused(prompt)
+    return prompt.prompt_string
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
@@ -99,11 +125,12 @@ class InfillRequest(LlamaServerRequest, kw_only=True):
 
 async def completion(exchange: Exchange, request: LlamaCompletionRequest) -> Response:
     """``POST /completion``: completes one prompt or several."""
+    plain = request.prompts()
 
     async def prompts() -> tuple[list[list[int]], bool]:
-        return await prompts_of(exchange.server, request.prompt, "prompt"), False
+        return await prompts_of(exchange.server, plain, "prompt"), False
 
-    total_choices(exchange.server, n_prompts(request.prompt) * _n_choices(request))
+    total_choices(exchange.server, n_prompts(plain) * _n_choices(request))
     return await _answer(exchange, request, prompts)
 
 
@@ -176,7 +203,11 @@ _MOST_OF_A_LIMIT = 2**31 - 1
 
 
 def _limit(request: LlamaServerRequest) -> int | None:
-    return token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
+    return token_limit(
+        n_predict=request.n_predict,
+        max_tokens=request.max_tokens,
+        max_completion_tokens=request.max_completion_tokens,
+    )
 
 
 def _n_choices(request: LlamaServerRequest) -> int:
@@ -192,7 +223,8 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
     tokenize = partial(exchange.server.engine.model.vocab.tokenize, add_special=False)
     limit = _limit(request)
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1), "n": 1}
-    probs = check_top("n_probs", request.n_probs)
+    top = check_top("logprobs", request.logprobs)
+    probs = top if request.n_probs is None else check_top("n_probs", request.n_probs)
     if probs:
         more["logprobs"] = probs
     if isinstance(request.logit_bias, list):

@@ -267,6 +267,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             methods = sorted({method for route in here for method in route.methods or ()})
             headers = {"allow": ", ".join(methods)}
             hint = "use " + " or ".join(method for method in methods if method != "HEAD")
+            if exchange.path == "/lora-adapters":
+                hint += "; each request chooses its adapters with lora"
         message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         error = ApiError(error.status_code, message)
     assert isinstance(error, ApiError)

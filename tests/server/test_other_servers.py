@@ -49,6 +49,8 @@ class TestPaths:
             ("POST", "/api/create", "--system @FILE, --temp T and others, --lora NAME=FILE"),
             ("POST", "/api/blobs/sha256:0a", "--system @FILE, --temp T and others, --lora NAME=FILE"),
             ("POST", "/api/me", "no accounts"),
+            ("POST", "/v1/messages/batches", "use /v1/batches"),
+            ("POST", "/v1/chat/completions/render", "use /apply-template"),
             ("GET", "/readyz", "use /health"),
             ("GET", "/docs", "/openapi.json describes the routes"),
             ("GET", "/load", "/metrics and /slots"),

@@ -103,7 +103,15 @@ def test_texts_with_token_ids(url: str, embedder: lp.Embedder) -> None:
     assert np.allclose([entry["embedding"][0] for entry in entries], expected, atol=1e-6)
     answer = httpx.post(f"{url}/v1/embeddings", json={"input": texts[2]}).json()
     assert np.allclose([entry["embedding"] for entry in answer["data"]], expected[2:], atol=1e-6)
-    for text in ([5, 10**6], [5, "fox " * 10**6], [5, [6]]):
+    objects = [{"prompt_string": TEXTS[0]}, ids]
+    entries = httpx.post(f"{url}/embedding", json={"content": objects}).json()
+    assert np.allclose([entry["embedding"][0] for entry in entries], expected[:2], atol=1e-6)
+    for text in (
+        {"prompt_string": "a", "multimodal_data": ["aGk="]},
+        [5, 10**6],
+        [5, "fox " * 10**6],
+        [5, [6]],
+    ):
         assert httpx.post(f"{url}/embedding", json={"content": text}).status_code == 400
 
 

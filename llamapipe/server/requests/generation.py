@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.arguments import check_tokens
@@ -23,6 +25,7 @@ from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
+from llamapipe.server._fields import Only, unused
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
 from llamapipe.server.requests.job import Job, drafted, gather
@@ -73,6 +76,32 @@ def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
                     "and input_audio",
                     place,
                 )
+
+
+class PromptObject(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt in llama-server's form for images and sounds, which only chats take here."""
+
+    prompt_string: str
+    multimodal_data: Annotated[
+        list[str] | None, Only([], instead="/v1/chat/completions takes images and sounds")
+    ] = None
+
+
+AnyPrompt = str | PromptObject | list[str | int | list[int | str] | PromptObject]
+
+
+def plain_prompts(prompt: AnyPrompt) -> Prompt:
+    """Return the prompts, with the text in place of each object. Raises ApiError 400."""
+    if isinstance(prompt, (str, PromptObject)):
+        return _text_of(prompt)
+    return [item if isinstance(item, (int, list)) else _text_of(item) for item in prompt]
+
+
+def _text_of(prompt: str | PromptObject) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    unused(prompt)
+    return prompt.prompt_string
 
 
 async def prompts_of(

@@ -21,7 +21,14 @@ from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, code_of
-from llamapipe.server.requests.generation import given_prompts, mixed_tokens, n_prompts
+from llamapipe.server.requests.generation import (
+    AnyPrompt,
+    Prompt,
+    given_prompts,
+    mixed_tokens,
+    n_prompts,
+    plain_prompts,
+)
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
@@ -37,8 +44,7 @@ _FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
-# Texts, token ids, and as in llama-server, lists of both: a list with an id is one text.
-Texts = str | list[str | int | list[int | str]]
+Texts = AnyPrompt  # as in llama-server, a list with a token id is one text
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +151,13 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
         raise ApiError(400, "input is empty; give at least one text", "input")
     p = _checked_norm(request.embd_normalize)
     vectors, n_tokens = await embedded(
-        exchange, embedder, "input", request.input, request.dimensions, _truncates(request), normalize=p == 2
+        exchange,
+        embedder,
+        "input",
+        plain_prompts(request.input),
+        request.dimensions,
+        _truncates(request),
+        normalize=p == 2,
     )
     vectors = _scaled(vectors, p)
     as_text = request.encoding_format == "base64"
@@ -172,7 +184,7 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
     p = _checked_norm(request.embd_normalize)
-    vectors, _ = await embedded(exchange, embedder, name, texts, None, False, normalize=p == 2)
+    vectors, _ = await embedded(exchange, embedder, name, plain_prompts(texts), None, False, normalize=p == 2)
     vectors = _scaled(vectors, p)
 
     def answer() -> Response:
@@ -254,7 +266,7 @@ async def embedded(
     return vectors, n_tokens
 
 
-def _tokens(embedder: Embedder, texts: Texts, truncate: bool) -> list[list[int]]:
+def _tokens(embedder: Embedder, texts: Prompt, truncate: bool) -> list[list[int]]:
     """Return the tokens of each text. Raises as ``Embedder.embed`` does."""
     items = given_prompts(texts)
     is_single = isinstance(texts, str) or items[0] is texts

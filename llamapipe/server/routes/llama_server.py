@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -24,13 +24,18 @@ from llamapipe.llama.fim import FimText, fim_room
 from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import Delta
-from llamapipe.server._fields import Only, unused
 from llamapipe.server.dialects.llama_server import CUT, Form, LlamaServerEncoder, generation_settings
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.dialects.openai_stream import system_fingerprint
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.requests.generation import Prompt, fim_prompt_of, n_prompts, prompts_of
+from llamapipe.server.requests.generation import (
+    AnyPrompt,
+    fim_prompt_of,
+    n_prompts,
+    plain_prompts,
+    prompts_of,
+)
 from llamapipe.server.requests.job import TextJob, encoded, joined
 from llamapipe.server.requests.limits import check_top, total_choices
 from llamapipe.server.requests.sampling import (
@@ -75,32 +80,10 @@ class LlamaServerRequest(Sampling, kw_only=True):
     lora: list[LoraScale] | None = None
 
 
-class PromptObject(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt in the form for images and sounds, which only chats take here."""
-
-    prompt_string: str
-    multimodal_data: Annotated[
-        list[str] | None, Only([], instead="/v1/chat/completions takes images and sounds")
-    ] = None
-
-
 class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
     """``POST /completion``, in llama-server's format."""
 
-    prompt: str | PromptObject | list[str | int | list[int | str] | PromptObject]
-
-    def prompts(self) -> Prompt:
-        """Return the prompts, with the text in place of each object. Raises ApiError 400."""
-        if isinstance(self.prompt, (str, PromptObject)):
-            return _text(self.prompt)
-        return [item if isinstance(item, (int, list)) else _text(item) for item in self.prompt]
-
-
-def _text(prompt: str | PromptObject) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    unused(prompt)
-    return prompt.prompt_string
+    prompt: AnyPrompt
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
@@ -125,7 +108,7 @@ class InfillRequest(LlamaServerRequest, kw_only=True):
 
 async def completion(exchange: Exchange, request: LlamaCompletionRequest) -> Response:
     """``POST /completion``: completes one prompt or several."""
-    plain = request.prompts()
+    plain = plain_prompts(request.prompt)
 
     async def prompts() -> tuple[list[list[int]], bool]:
         return await prompts_of(exchange.server, plain, "prompt"), False

@@ -230,7 +230,7 @@ class TestFields:
             ("/v1/completions", "tfs_z", "leave it out"),
             ("/v1/chat/completions", "best_of", "use n and logprobs"),
             ("/v1/chat/completions", "logprob_token_ids", "use top_logprobs"),
-            ("/v1/chat/completions", "random_seed", "use seed"),
+            ("/v1/completions", "random_seed", "use seed"),
             ("/v1/completions", "detokenize", "leave it out"),
             ("/v1/chat/completions", "speculative.n_max", "speculate switches it off"),
             ("/v1/responses", "messages", "use input"),

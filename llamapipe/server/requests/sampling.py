@@ -475,6 +475,15 @@ def by_token(biases: Iterable[tuple[int | str, float]], tokenize: Tokenize) -> d
     return tokens
 
 
+def take_random_seed(request: Sampling, random_seed: int | None) -> None:
+    """Use ``random_seed``, Mistral's name of the field, as the seed. Raises ApiError 400."""
+    if random_seed is None:
+        return
+    if request.seed is not None:
+        raise ApiError(400, "seed and random_seed are the same option; give one", "random_seed")
+    request.seed = random_seed
+
+
 # ---- llama-server's samplers
 _ALIASES = {
     "typ_p": "typical_p",

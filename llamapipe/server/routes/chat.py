@@ -29,7 +29,7 @@ from llamapipe.server.requests.generation import (
 )
 from llamapipe.server.requests.job import counted, encoded
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top, refuse_long_chat
-from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted
+from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted, take_random_seed
 from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.routes.completions import Streamed, token_limit
 from llamapipe.work.long_work import size_of
@@ -73,6 +73,9 @@ class ChatRequest(Streamed, kw_only=True):
     store: Annotated[bool | None, Unused(False)] = None
     verbosity: Annotated[str | None, Unused()] = None
     web_search_options: Annotated[dict[str, Any] | None, Unused()] = None
+    # Mistral's.
+    random_seed: int | None = None
+    safe_prompt: Annotated[bool | None, Only(False, instead="put such a prompt into a system message")] = None
     # Fields of vLLM, SGLang and llama-server.
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -213,6 +216,7 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
     more.update(predicted(request.prediction))
+    take_random_seed(request, request.random_seed)
     params = request.params(exchange.server, **more)
     args = _template_args(request)
     continue_last = _continue_last(request)

@@ -50,16 +50,20 @@ _SLOT = re.compile(r"[0-9]{1,9}|[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 def slot_name(slot: int | str | None, field: str = "id_slot") -> str:
     """Return the name of the conversation that ``id_slot`` means. Raises ApiError 400."""
-    if slot is None or isinstance(slot, int):
-        return str(max(slot or 0, 0))
-    if not _SLOT.fullmatch(slot):
+    name = "0" if slot in (None, -1) else str(slot)  # -1 means any slot
+    if not _SLOT.fullmatch(name):
         raise ApiError(
             400,
-            f"{field} is {quoted(slot[:80])}; it must be a number, or a name of at most 64 letters, digits, '.', '_' "
-            "and '-' that begins with a letter",
+            f"{field} is {quoted(name[:80])}; it must be a number of at most 9 digits, or a name of at most 64 "
+            "letters, digits, '.', '_' and '-' that begins with a letter",
             field,
         )
-    return str(int(slot)) if slot.isdigit() else slot
+    return str(int(name)) if name.isdigit() else name
+
+
+def shown_slot(name: str) -> int | str:
+    """Return a conversation's name as clients see it."""
+    return int(name) if name.isdigit() else name
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

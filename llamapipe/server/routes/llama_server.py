@@ -45,6 +45,8 @@ from llamapipe.server.requests.sampling import (
     by_token,
     chosen_samplers,
     listed_biases,
+    shown_slot,
+    slot_name,
 )
 from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.routes.completions import check_params, token_limit
@@ -172,6 +174,7 @@ async def _prepared(
         wanted,
         is_cut,
         _limit(request) == 0,
+        -1 if exchange.server.settings.slot_save_path is None else shown_slot(slot_name(request.id_slot)),
     )
     vocab = exchange.server.engine.model.vocab
     return job, LlamaServerEncoder(model, form, params, job.prompts, job.texts, vocab, job.running)

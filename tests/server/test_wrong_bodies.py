@@ -142,6 +142,14 @@ def test_an_empty_body_is_called_so(client: httpx.Client, path: str, body: bytes
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
 
 
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "temperature"), ("/completion", "lora[0].scale")])
+def test_a_number_that_is_too_large_is_named(client: httpx.Client, path: str, field: str) -> None:
+    text = b'{"prompt": "a", "lora": [{"id": 0, "scale": 1e400}]}'
+    text = b'{"messages": [], "temperature": 1e400}' if path == CHAT else text
+    error = client.post(path, content=text).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field}: Number out of range")
+
+
 def test_the_index_is_that_of_the_request(demo: lp.Model) -> None:
     """The operator's system prompt comes first and counts as no message."""
     bad = {"messages": [*turns("a")["messages"], {"role": "user"}]}

@@ -64,6 +64,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "a", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ("/v1/completions", {"prompt": [99999]}, "prompt"),
     ("/v1/completions", {"prompt": LONG}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/v1/embeddings", {"input": [99999]}, "input"),

@@ -118,9 +118,11 @@ async def prompts_of(
     ``name``: the request's field. ``suffix``: the text after the gap that is to be filled. ``n_last``: use only this
     many tokens at the end of each prompt; -1 uses as many as fit.
     """
-    if n_last is not None and n_last < -1:
+    if n_last is not None and (n_last < -1 or n_last == 0):
         raise ApiError(
-            400, f"truncate_prompt_tokens is {n_last}; it must be -1 or more", "truncate_prompt_tokens"
+            400,
+            f"truncate_prompt_tokens is {n_last}; it must be 1 or more, or -1 for as many as fit",
+            "truncate_prompt_tokens",
         )
     if n_last == -1:
         n_last = state.engine.n_ctx - 1

@@ -29,6 +29,7 @@ from llamapipe.server.requests.generation import (
 )
 from llamapipe.server.requests.job import counted, encoded
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top, refuse_long_chat
+from llamapipe.server.requests.media import note_details
 from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted, take_random_seed
 from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.routes.completions import Streamed, token_limit
@@ -200,6 +201,7 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
 
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     check_n_messages(exchange.server, request.messages, "messages")
+    note_details(exchange, request.messages)
     limit = token_limit(
         max_tokens=request.max_tokens,
         max_completion_tokens=request.max_completion_tokens,

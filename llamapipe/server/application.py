@@ -267,12 +267,17 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             methods = sorted({method for route in here for method in route.methods or ()})
             headers = {"allow": ", ".join(methods)}
             hint = "use " + " or ".join(method for method in methods if method != "HEAD")
-            if exchange.path == "/lora-adapters":
-                hint += "; each request chooses its adapters with lora"
+            hint += _INSTEAD.get(exchange.path, "")
         message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         error = ApiError(error.status_code, message)
     assert isinstance(error, ApiError)
     return exchange.prepare(exchange.error_response(error, headers))
+
+
+_INSTEAD = {  # advice for methods that llama-server has
+    "/lora-adapters": "; each request chooses its adapters with lora",
+    "/models": "; /api/pull of --ollama downloads a model, and /api/delete deletes it",
+}
 
 
 def _path_hint(path: str, routes: Iterable[Route]) -> str | None:

@@ -259,7 +259,8 @@ class TestOptions:
         assert answer.status_code == 200
         named = set(answer.headers["x-llamapipe-unused"].split(", "))
         assert named == {"options.num_ctx", "options.num_gpu", "options.num_thread", "keep_alive", "shift"}
-        assert "x-llamapipe-unused" not in client.post(path, json={**body, "keep_alive": -1}).headers
+        for neutral in (-1, ""):
+            assert "x-llamapipe-unused" not in client.post(path, json={**body, "keep_alive": neutral}).headers
         answer = client.post(path, json={**body, "options": GREEDY, "top_logprobs": 3})  # without logprobs
         assert answer.headers["x-llamapipe-unused"] == "top_logprobs"
 

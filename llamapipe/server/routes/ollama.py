@@ -255,7 +255,7 @@ class Generates(OllamaRequest, kw_only=True):
     options: Options | None = None
     format: _Format | None = None
     think: _Think | None = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     truncate: bool | None = None
@@ -325,7 +325,7 @@ class EmbedRequest(OllamaRequest, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 class OldEmbedRequest(OllamaRequest, kw_only=True):
@@ -334,7 +334,7 @@ class OldEmbedRequest(OllamaRequest, kw_only=True):
     model: str
     prompt: str = ""
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 def _check_duration(keep_alive: _KeepAlive | None) -> None:

@@ -21,12 +21,15 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent
 from llamapipe.server.requests.generation import (
     about_conversation,
+    check_template_args,
     mixed_tokens,
     tokenize_chat,
     tokenized,
+    with_default_args,
+    with_system,
 )
 from llamapipe.server.requests.limits import check_n_messages, refuse_long
-from llamapipe.server.routes.chat import continued_part
+from llamapipe.server.routes.chat import continued_part, engine_messages
 from llamapipe.server.state import ServerState
 
 
@@ -117,17 +120,15 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
         continued = continued_part(
             request.messages, request.continue_final_message, request.add_generation_prompt
         )
+        check_template_args(request.chat_template_kwargs or ())
+        args = await with_default_args(state, request.chat_template_kwargs)
+        sent = engine_messages(request.messages)
+        messages = with_system(state, sent)
+        adds_prompt = request.add_generation_prompt is not False
         try:
-            tokens = await tokenize_chat(
-                state,
-                request.messages,
-                request.tools,
-                request.add_generation_prompt is not False,
-                request.chat_template_kwargs or {},
-                continued,
-            )
+            tokens = await tokenize_chat(state, messages, request.tools, adds_prompt, args, continued)
         except InvalidRequestError as e:
-            raise about_conversation(e, request.messages) from None
+            raise about_conversation(e, sent, n_added=len(messages) - len(sent)) from None
     else:
         assert request.prompt is not None
         tokens = await tokenized(

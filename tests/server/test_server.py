@@ -369,7 +369,6 @@ class TestOtherRoutes:
         assert error(messages=[*HELLO, wrong])["message"].startswith(
             f"messages.{len(HELLO)}.prefix is 'yes'; it"
         )
-        assert error(continue_final_message=False)["param"] == "continue_final_message"
 
     def test_metrics_count_what_was_answered(self, client: httpx.Client) -> None:
         client.post("/v1/completions", json={"prompt": "a", **GREEDY})

@@ -276,14 +276,8 @@ def continued_part(
 
     ``wanted``, ``adds_prompt``: the fields ``continue_final_message`` and ``add_generation_prompt``.
     """
-    if _has_prefix(messages):
-        if wanted is False:
-            raise ApiError(
-                400,
-                "prefix of the last message is true and continue_final_message is false; give one of them",
-                "continue_final_message",
-            )
-        wanted = True if wanted is None else wanted
+    if _has_prefix(messages) and wanted is None:
+        wanted = True
     if wanted and adds_prompt:
         raise ApiError(
             400,

@@ -112,6 +112,15 @@ def quantization_of(name: str) -> str | None:
     return split_quantization(read_name(_last(name)).stem)[1]
 
 
+def again(path: Path) -> str:
+    """Return the advice for a cut file of the cache; empty for a file elsewhere."""
+    source = source_of(path)
+    if source is None:
+        return ""
+    name = path.absolute().as_posix().partition(f"/snapshots/{source.filename}/")[2]
+    return f"; llamapipe pull {PREFIX}{source.repo_id}/{name} downloads it again"
+
+
 def _has_quantization(name: str, quantization: str) -> bool:
     """Return whether the file's name ends with the quantization, as in ``model-Q4_K_M.gguf``."""
     stem, wanted = read_name(_last(name)).stem.lower(), quantization.lower()
@@ -163,14 +172,12 @@ def model_file(
                 return _find_cached(hub, repo_id, filename, revision, where)
             try:
                 _connect(hub)
-                names = _names(hub, repo_id, revision)
+                sizes = _sizes(hub, repo_id, revision)
                 files = [
-                    hub.hf_hub_download(
-                        repo_id, name, revision=revision, tqdm_class=watch and _watching(watch, name)
-                    )
-                    for name in choose(names, filename, where)
+                    _downloaded(hub, repo_id, name, revision, watch, sizes[name])
+                    for name in choose(sizes, filename, where)
                 ]
-                return Path(files[0])
+                return files[0]
             except _http_errors(hub) as e:
                 response = e.response if isinstance(e, hub.errors.HfHubHTTPError) else None
                 if response is not None and response.status_code not in _OUT_OF_ORDER:
@@ -194,6 +201,23 @@ def model_file(
 
 
 Watch = Callable[[str, int, int], None]
+
+
+def _downloaded(
+    hub: Any, repo_id: str, name: str, revision: str | None, watch: Watch | None, size: int
+) -> Path:
+    """Return the path of a file in the cache, which is downloaded unless it is there. Raises as the library does.
+
+    The library takes a file of the cache as it is, even if it was cut off by a copy or a full disk.
+    """
+    bar = watch and _watching(watch, name)
+    path = Path(hub.hf_hub_download(repo_id, name, revision=revision, tqdm_class=bar))
+    if (there := path.stat().st_size) != size:
+        _log.warning("%s has %d bytes, but the hub's file has %d: downloading it again", path, there, size)
+        path = Path(
+            hub.hf_hub_download(repo_id, name, revision=revision, tqdm_class=bar, force_download=True)
+        )
+    return path
 
 
 def _watching(watch: Watch, name: str) -> type:
@@ -236,6 +260,7 @@ def library() -> Any:
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
+        import huggingface_hub.hf_api
         import huggingface_hub.utils
     except ImportError as e:
         raise ImportError(
@@ -255,10 +280,16 @@ def _connect(hub: Any) -> None:
         raise ConnectionError(f"{hub.constants.ENDPOINT} cannot be reached: {e}") from e
 
 
-def _names(hub: Any, repo_id: str, revision: str | None) -> list[str]:
-    """Return the files of a repository. Raises as the library does; ConnectionError if what answers is no hub."""
+def _sizes(hub: Any, repo_id: str, revision: str | None) -> dict[str, int]:
+    """Return the files of a repository with their sizes.
+
+    Raises as the library does; ConnectionError if what answers is no hub.
+    """
     try:
-        return [str(name) for name in hub.HfApi().list_repo_files(repo_id, revision=revision)]
+        entries = hub.HfApi().list_repo_tree(repo_id, recursive=True, revision=revision)
+        return {
+            str(entry.path): int(entry.size) for entry in entries if isinstance(entry, hub.hf_api.RepoFile)
+        }
     except (ValueError, TypeError, LookupError, AttributeError) as e:  # such as the page of a login
         if isinstance(e, hub.errors.HFValidationError):
             raise

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from page_sections import with_section
@@ -112,9 +112,18 @@ def all_fields(kind: type[msgspec.Struct], place: str = "") -> Iterator[tuple[st
     inner = {name: struct for name, struct in inner_types(kind).items() if struct is not Options}
     for name, fate in fates(kind).items():
         if name in inner and fate is None:
+            if takes_other_values(kind, name):
+                yield f"{place}{name}", fate
             yield from all_fields(inner[name], f"{place}{name}.")
         else:
             yield f"{place}{name}", fate
+
+
+def takes_other_values(kind: type[msgspec.Struct], name: str) -> bool:
+    """Whether a field may have another value than its object, such as a text."""
+    hints = get_type_hints(kind)
+    (field,) = (field for field in msgspec.structs.fields(kind) if field.encode_name == name)
+    return str in get_args(hints[field.name])
 
 
 def _with_values(name: str, fate: Unused | Only) -> str:

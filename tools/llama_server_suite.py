@@ -150,7 +150,6 @@ _ON = "expects that a route is off without an option"
 _SEED = "expects a seed or a limit of tokens that the server sets"
 _HEADERS = "expects a header of llama-server"
 _CORS = "pages of other sites get 403, there 200 without the header that lets them read"
-_PROMPTS = "a prompt may be an object there"
 _OWN = "features of llama-server: several addresses, tags, tools, a proxy, Google's API, pages"
 _INSIDE = "looks into llama-server's log, its slots or __verbose"
 _PROGRESS = "counts steps of a prompt, which are planned otherwise here"
@@ -163,7 +162,6 @@ REASONS: dict[str, str] = {
     r"test_server_slots|metrics_disabled": _ON,
     r"metrics_prometheus_format|predicted_total_matches": _HEADERS,
     r"cors_options": _CORS,
-    r"json_prompt_no_mtmd|with_tokens_input": _PROMPTS,
     r"populates_logit_bias|no_logit_bias|prefill|vllm_compat|verbose_debug|clear_and_restore": _INSIDE,
     r"return_progress|on_prompt_progress|llama_telemetry": _PROGRESS,
     r"anthropic_messages_streaming": _TIMES,

@@ -65,7 +65,7 @@ def with_paths_below(messages: Any, folder: Path | None) -> Any:
 
     def resolved(index: int, i: int, part: Any) -> list[Any]:
         value = part.get(part["type"]) if is_media(part) and part["type"] in ("image", "audio") else None
-        if not isinstance(value, str) or value.startswith("data:"):
+        if not isinstance(value, str) or value[:5].lower() == "data:":
             return [part]
         return [{**part, part["type"]: path_below(_place(index, i), value, folder)}]
 

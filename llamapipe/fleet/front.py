@@ -148,7 +148,7 @@ class Front(Gate):
         elif exchange.raw:
             peeked = await exchange.peek(_PEEK)
             name = peeked.name if peeked.model is None else peeked.model
-            if exchange.dialect == "ollama" and peeked.keep_alive is not None:
+            if exchange.dialect == "ollama" and peeked.keep_alive not in (None, ""):
                 ttl_s = kept_s(peeked.keep_alive)
             if endpoint.streams:
                 is_stream = exchange.dialect == "ollama" if peeked.stream is None else peeked.stream is True

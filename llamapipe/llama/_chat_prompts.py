@@ -89,18 +89,27 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         template_args: Mapping[str, Any],
+        continue_last: bool | str = False,
     ) -> str:
-        """Render a conversation; see ``Model.render_chat``. ``tools``: in OpenAI's format."""
+        """Render a conversation; see ``Model.render_chat``. ``tools``: in OpenAI's format.
+
+        ``continue_last``: see ``ChatTemplate.render``.
+        """
         template = self._for(tools)
         text = template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            continue_last=continue_last,
+            reasoning_opening=self._opening(continue_last, template_args),
             template_args=template_args,
             write_calls=self._call_writer(messages, template_args),
         )
         self._warn_of_dropped(template, messages, tools, template_args)
         return text
+
+    def _opening(self, continue_last: bool | str, template_args: Mapping[str, Any]) -> str:
+        return self.chat_format(template_args).markers.opening if continue_last else ""
 
     def render_probe(
         self,
@@ -228,7 +237,7 @@ class ChatPrompts:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_last=continue_last,
-            reasoning_opening=self.chat_format(template_args).markers.opening if continue_last else "",
+            reasoning_opening=self._opening(continue_last, template_args),
             template_args=template_args,
             change_text=lambda text: controls.marked(text, mark),
             write_calls=self._call_writer(messages, template_args),

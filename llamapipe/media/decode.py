@@ -62,7 +62,7 @@ _OTHER_SOUNDS = (
     (b"FORM", "AIFF"),
     (b"#!AMR", "AMR"),
 )
-_DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
 # Pillow's modes that are not read, with the reason. Pillow's conversion would clip values above 255.
 _NO_RANGE = "whose values have no fixed range"
 _OTHER_MODES = {"I": _NO_RANGE, "F": _NO_RANGE, "La": "which Pillow cannot convert"}
@@ -408,7 +408,7 @@ def media_in(part: Mapping[str, Any], place: str) -> Given | None:
         value, rate = value
         if isinstance(rate, bool) or not isinstance(rate, int):
             raise TypeError(f"{place}: the rate of a sound must be an int, not {type(rate).__name__}")
-    if isinstance(value, str) and value.startswith("data:"):
+    if isinstance(value, str) and value[:5].lower() == "data:":
         value = _of_data_url(place, value)
     return Given("image" if kind == "image" else "sound", value, place, rate)
 

@@ -126,7 +126,9 @@ def _refusal(value: object, fate: Only) -> str:
     shown = msgspec.json.encode(value).decode()
     if len(shown) > _MOST_SHOWN:
         shown = shown[:_MOST_SHOWN] + "…"
-    allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in fate.neutral)
+    # 1 and 1.0 are one value to a reader.
+    values = [neutral for neutral in fate.neutral if not isinstance(neutral, float) or neutral % 1]
+    allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in values or fate.neutral)
     if not allowed:
         return f"is not supported: {fate.instead or 'leave it out'}"
     return f"is {shown}; leave it out, or set it to {allowed}{fate.instead and f': {fate.instead}'}"

@@ -289,6 +289,8 @@ def _choice(chosen: Any, tools: Tools, is_flat: bool) -> str | dict[str, Any]:
     """Return the engine's ``tool_choice``. Raises ApiError 400."""
     if chosen is None:
         return "auto" if tools.functions else "none"
+    if chosen == "any" and chosen not in tools.names:  # Mistral's word
+        chosen = "required"
     if isinstance(chosen, str):
         if chosen not in ("auto", "none", "required") and not (chosen in tools.names and not is_flat):
             raise ApiError(

@@ -185,7 +185,7 @@ ROUTES = (
     delete("/v1/models/{id:path}", system.delete_model, "Refused for a model that is served.", ("403", "404")),
     post("/tokenize", tokens.tokenize, tokens.TokenizeRequest, "Tokenize text or a conversation."),
     post("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, "The text of tokens."),
-    post("/apply-template", tokens.apply_template, tokens.TemplateRequest, "The prompt of a conversation."),
+    post("/apply-template", chat.apply_template, chat.ChatRequest, "The prompt of a conversation."),
     get("/tokenizer_info", _of_model(tokens.tokenizer_info), "Properties of the tokenizer."),
     get("/lora-adapters", _of_model(llama_server.lora_adapters),
         "The adapters, with the numbers that `lora` has for them."),
@@ -267,15 +267,23 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             methods = sorted({method for route in here for method in route.methods or ()})
             headers = {"allow": ", ".join(methods)}
             hint = "use " + " or ".join(method for method in methods if method != "HEAD")
+            hint += _INSTEAD.get(exchange.path, "")
         message = f"{exchange.method} {exchange.path}: {error.detail}{f'; {hint}' if hint else ''}"
         error = ApiError(error.status_code, message)
     assert isinstance(error, ApiError)
     return exchange.prepare(exchange.error_response(error, headers))
 
 
+_INSTEAD = {  # advice for methods that llama-server has
+    "/lora-adapters": "; each request chooses its adapters with lora",
+    "/models": "; /api/pull of --ollama downloads a model, and /api/delete deletes it",
+}
+
+
 def _path_hint(path: str, routes: Iterable[Route]) -> str | None:
     """Return advice for a path that has no route; None if there is none."""
-    advice = instead_of(path, "paths")
+    # What clients upload there becomes part of a model.
+    advice = instead_of("/api/create" if path.startswith("/api/blobs/") else path, "paths")
     if advice is not None:
         return advice
     meant = path_meant(path, {route.path for route in routes if "{" not in route.path})

@@ -195,8 +195,12 @@ class Exchange(ClientRequest):
         try:
             try:
                 body = decoder.decode(raw)
-            except msgspec.ValidationError:  # there may be nulls that the type does not have
-                fields, names = fit_to_type(msgspec.json.decode(raw), decoder.type)
+            except msgspec.ValidationError as e:  # there may be nulls that the type does not have
+                try:
+                    plain = msgspec.json.decode(raw)
+                except msgspec.ValidationError:  # a number is too large; only the first error names its field
+                    raise e from None
+                fields, names = fit_to_type(plain, decoder.type)
                 body = msgspec.convert(fields, decoder.type)
         except msgspec.ValidationError as e:
             raise mismatch_error(str(e), decoder.type) from None

@@ -372,3 +372,34 @@ def test_pull_and_rm(hub: SmallHub, tmp_path: Path) -> None:
     for name in ("llama3.2", "hf:a"):
         *_, message, status = said("pull", name)
         assert "names no model on the hub" in message and status == "status 2"
+
+
+CUT = """
+import logging, os, sys
+from llamapipe.errors import ModelLoadError
+import llamapipe as lp
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+
+def load(**options):
+    with lp.Model.from_pretrained(sys.argv[1], "*F16.gguf", progress=False, **options) as model:
+        return model.path
+
+path = load()
+size = path.stat().st_size
+os.truncate(path, size - 1000)
+try:
+    load(local_files_only=True)
+except ModelLoadError as e:
+    print(e)
+print(load() == path, path.stat().st_size == size)
+"""
+
+
+def test_a_cut_file_of_the_cache_is_downloaded_again(hub: SmallHub, tmp_path: Path) -> None:
+    """Such as one that a full disk or a copy cut. Without the hub, the error says what to do."""
+    error, warning, whole = run_script(CUT, REPO, env=settings(hub, tmp_path)).splitlines()
+    assert error.startswith(str(tmp_path))
+    assert error.endswith("; llamapipe pull hf:some/model/m-F16.gguf downloads it again")
+    assert warning.endswith(": downloading it again")
+    assert whole == "True True"

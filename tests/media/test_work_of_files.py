@@ -24,6 +24,7 @@ from support.media_mutants import mutant, wav, whole
 import llamapipe as lp
 from llamapipe._engine.policy.core import State
 from llamapipe._engine.runtime.encoder import MediaEncoder
+from llamapipe.chat.media import with_paths_below
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.media import _containers as containers
 from llamapipe.media.decode import Given, media_in
@@ -426,3 +427,14 @@ def test_base64_may_have_lines() -> None:
         assert medium is not None and medium.content() == file.getvalue()
     with pytest.raises(InvalidRequestError, match="here: the text is not base64"):
         media_in({"type": "image_url", "image_url": {"url": "data:image/png;base64,YQ==\nYQ"}}, "here")
+
+
+@pytest.mark.parametrize(
+    "url", ["DATA:image/png;base64,YQ==", "data:IMAGE/PNG;Base64,YQ==", "Data:;BASE64,YQ=="]
+)
+def test_data_urls_in_upper_case(url: str) -> None:
+    """RFC 2397 and RFC 3986: the names of schemes and types have no case."""
+    for part in ({"type": "image_url", "image_url": url}, {"type": "image", "image": url}):
+        medium = media_in(part, "here")
+        assert medium is not None and medium.value == b"a"
+        assert with_paths_below([{"role": "user", "content": [part]}], None)

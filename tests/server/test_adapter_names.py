@@ -206,6 +206,26 @@ def test_an_activated_lora_shares_the_models_cells(
         assert answer.status_code == 400 and "several activated LoRAs" in answer.json()["error"]["message"]
 
 
+def test_a_scale_with_which_numbers_overflow_is_the_clients_error(tmp_path: Path) -> None:
+    file = make_adapter(tmp_path / "huge.gguf", lp.demo_model_path(), strength=1e18)
+    with (
+        lp.Model.demo() as model,
+        model.load_adapter(file),
+        lp.Engine(model, n_ctx=256) as engine,
+        http_client(engine, model_names=("demo",)) as client,
+    ):
+        bodies: dict[str, dict[str, Any]] = {
+            "/completion": {"prompt": PROMPT, "n_predict": 2},
+            "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
+        }
+        for path, body in bodies.items():
+            answer = client.post(path, json={**body, "lora": [{"id": 0, "scale": 1000}]})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "lora"), path
+            assert error["message"].startswith("lora: with the scale 1000, the model")
+
+
 def test_ollamas_api_has_adapters_as_models(engine: lp.Engine) -> None:
     with http_client(engine, model_names=("demo",), ollama=True, allow_pull=True) as client:
         tags = {model["name"]: model for model in client.get("/api/tags").json()["models"]}

@@ -51,10 +51,74 @@ def test_llama_servers_routes(url: str, embedder: lp.Embedder) -> None:
         {},
         {"content": []},
         {"content": "a", "input": "b"},
-        {"content": "a", "embd_normalize": 0},
+        {"content": "a", "embd_normalize": -2},
+        {"content": "a", "embd_normalize": 1025},
     )
     for body in bodies:
         assert httpx.post(f"{url}/embedding", json=body).status_code == 400
+
+
+def test_llama_servers_norms(url: str, embedder: lp.Embedder) -> None:
+    plain = embedder.embed(TEXTS[0], normalize=False)
+    norms = {0: np.abs(plain).max() / 32760, 1: np.abs(plain).sum(), 3: (np.abs(plain) ** 3).sum() ** (1 / 3)}
+    for p, norm in norms.items():
+        (entry,) = httpx.post(f"{url}/embedding", json={"content": TEXTS[0], "embd_normalize": p}).json()
+        assert np.allclose(entry["embedding"][0], plain / norm, rtol=1e-4), p
+        openais = httpx.post(f"{url}/v1/embeddings", json={"input": TEXTS[0], "embd_normalize": p}).json()
+        assert openais["data"][0]["embedding"] == entry["embedding"][0]
+
+
+def test_vllms_fields_with_the_only_values_that_hold_here(url: str) -> None:
+    body: dict[str, Any] = {
+        "input": "the fox " * 1000,
+        "truncate_prompt_tokens": -1,
+        "truncation_side": "right",
+    }
+    body |= {
+        "add_special_tokens": True,
+        "use_activation": True,
+        "embed_dtype": "float32",
+        "padding": "do_not_pad",
+    }
+    answer = httpx.post(f"{url}/v1/embeddings", json=body)
+    assert answer.status_code == 200 and "x-llamapipe-unused" not in answer.headers
+    changes = {
+        "truncate_prompt_tokens": 5,
+        "truncation_side": "left",
+        "use_activation": False,
+        "endianness": "big",
+    }
+    for name, value in changes.items():
+        error = httpx.post(f"{url}/v1/embeddings", json={**body, name: value}).json()["error"]
+        assert error["param"] == name
+
+
+def test_texts_with_token_ids(url: str, embedder: lp.Embedder) -> None:
+    """As in llama-server, a list with an id is one text; others are several texts."""
+    ids = embedder.tokenize("the fox")
+    fox = embedder.model.vocab.tokenize("fox", add_special=False)
+    texts: list[Any] = [TEXTS[0], ids, [ids[0], "fox", *ids[2:]]]
+    same: list[Any] = [TEXTS[0], ids, [ids[0], *fox, *ids[2:]]]
+    expected = embedder.embed(same)
+    entries = httpx.post(f"{url}/embedding", json={"content": texts}).json()
+    assert np.allclose([entry["embedding"][0] for entry in entries], expected, atol=1e-6)
+    answer = httpx.post(f"{url}/v1/embeddings", json={"input": texts[2]}).json()
+    assert np.allclose([entry["embedding"] for entry in answer["data"]], expected[2:], atol=1e-6)
+    objects = [{"prompt_string": TEXTS[0]}, ids]
+    entries = httpx.post(f"{url}/embedding", json={"content": objects}).json()
+    assert np.allclose([entry["embedding"][0] for entry in entries], expected[:2], atol=1e-6)
+    for text in (
+        {"prompt_string": "a", "multimodal_data": ["aGk="]},
+        [5, 10**6],
+        [5, "fox " * 10**6],
+        [5, [6]],
+    ):
+        assert httpx.post(f"{url}/embedding", json={"content": text}).status_code == 400
+
+
+def test_an_answer_has_an_id(url: str) -> None:
+    """Mistral's client needs one."""
+    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).json()["id"].startswith("embd-")
 
 
 def test_any_model_name(engine: lp.Engine, embedder: lp.Embedder) -> None:
@@ -184,7 +248,7 @@ def test_a_text_may_be_empty(url: str, embedder: lp.Embedder) -> None:
     ("body", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [1, "a"]}, "input"),
+        ({"input": [1, [2]]}, "input"),
         ({"input": [10**9]}, "input"),
         ({"input": "the " * 100}, "input"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
@@ -220,11 +284,21 @@ def test_documents_are_ranked(engine: lp.Engine, url: str, tmp_path: Path) -> No
             [result.score for result in expected], abs=1e-3
         )
         assert answer["results"][0]["document"]["text"] == TEXTS[expected[0].index]
-        for change in ({"top_n": 0}, {"documents": "a"}, {"documents": [{"a": "b"}]}, {"query": 3}):
+        everything = httpx.post(f"{server.url}/v1/rerank", json={**body, "top_n": 0}).json()  # in vLLM, all
+        assert len(everything["results"]) == len(TEXTS)
+        for change in (
+            {"top_n": -1},
+            {"use_activation": True},
+            {"documents": "a"},
+            {"documents": [{"a": "b"}]},
+            {"query": 3},
+        ):
             assert httpx.post(f"{server.url}/v1/rerank", json={**body, **change}).status_code == 400
         long = {**body, "query": "the fox " * 40, "truncate": True}
         error = httpx.post(f"{server.url}/v1/rerank", json=long).json()["error"]
         assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
+        cut = {**body, "documents": ["the fox " * 1000], "truncate_prompt_tokens": -1}  # vLLM's truncate
+        assert httpx.post(f"{server.url}/v1/rerank", json=cut).status_code == 200
         texts = {"query": "the fox", "texts": TEXTS, "return_text": True}  # Text Embeddings Inference's
         assert httpx.post(f"{server.url}/rerank", json=texts).json()[:3] == [
             {

@@ -123,3 +123,13 @@ def test_nulls_are_left_out_where_the_server_knows_the_type() -> None:
 )
 def test_the_text_of_a_custom_tool_also_where_the_call_was_cut(arguments: str, text: str) -> None:
     assert custom_input(arguments) == text
+
+
+def test_equal_numbers_are_told_once() -> None:
+    class Numbers(msgspec.Struct):
+        a: Annotated[float | None, Only(1.0, 1, 0.0, 0)] = None
+        b: Annotated[float | None, Only(1.0)] = None
+
+    for request, allowed in ((Numbers(a=2), "1 or 0"), (Numbers(b=2), "1.0")):
+        with pytest.raises(ApiError, match=f"leave it out, or set it to {allowed}$"):
+            unused_fields(request)

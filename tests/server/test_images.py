@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from support.media_models import idefics3_projector, model_with_tile_tokens, png
 from support.served import post_json
@@ -47,6 +48,20 @@ def test_openais_chat_takes_images(url: str) -> None:
     answer = chat(url, {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}})
     assert answer["usage"]["prompt_tokens"] > without + 16
     assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("detail", ["auto", "high"])
+def test_a_detail_is_named(url: str, detail: str) -> None:
+    """The projector chooses the resolution."""
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL, "detail": detail}}
+    item: dict[str, Any] = {"type": "input_image", "image_url": URL, "detail": detail}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [item]}], "max_output_tokens": 1}),
+    ):
+        answer = httpx.post(url + path, json={"model": "m", **body})
+        assert answer.status_code == 200
+        assert ("detail" in answer.headers.get("x-llamapipe-unused", "")) is (detail == "high")
 
 
 def test_what_the_model_takes(url: str) -> None:

@@ -138,6 +138,25 @@ class TestCompletion:
         assert results[0]["content"] == results[1]["content"]
         assert results[2]["tokens_evaluated"] == 3
 
+    def test_a_prompt_may_be_an_object(self, client: httpx.Client) -> None:
+        """The form for images and sounds, which also takes text alone."""
+        whole = answer(client, "/completion", PROMPT)["content"]
+        text = {"prompt_string": PROMPT["prompt"], "multimodal_data": []}
+        assert answer(client, "/completion", {**PROMPT, "prompt": text})["content"] == whole
+        results = answer(client, "/completion", {**PROMPT, "prompt": [[1, 5], text, "Once"]})
+        assert [result["content"] for result in results][1] == whole
+        for prompt in ({**text, "multimodal_data": ["aGk="]}, [{**text, "multimodal_data": ["aGk="]}]):
+            error = refused(client, "/completion", {**PROMPT, "prompt": prompt})
+            assert "/v1/chat/completions takes images" in error["message"]
+
+    def test_other_names_of_limits(self, client: httpx.Client) -> None:
+        same = answer(client, "/completion", {**PROMPT, "n_predict": 2, "n_probs": 3})
+        other = {"prompt": PROMPT["prompt"], "temperature": 0, "max_completion_tokens": 2, "logprobs": 3}
+        result = answer(client, "/completion", other)
+        assert result["tokens_predicted"] == 2
+        assert result["completion_probabilities"] == same["completion_probabilities"]
+        assert refused(client, "/completion", {**other, "logprobs": -1})["param"] == "logprobs"
+
     def test_why_a_text_ended(self, client: httpx.Client) -> None:
         text = answer(client, "/completion", {**PROMPT, "n_predict": 16})["content"]
         word = text.split()[2]

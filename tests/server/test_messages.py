@@ -94,6 +94,35 @@ def test_tokens_are_counted(client: anthropic.Anthropic, demo: lp.Model) -> None
     assert counted.input_tokens == len(demo.tokenize_chat(HELLO))
 
 
+def test_a_begun_answer_is_counted_as_it_is_continued(client: anthropic.Anthropic) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Once up"}]
+    counted = client.messages.count_tokens(model="demo", messages=messages)
+    usage = client.messages.create(model="demo", max_tokens=1, messages=messages).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_what_a_document_says_about_itself_is_read(client: anthropic.Anthropic) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "a story"}
+    about = {"title": "Fox", "context": "a letter", "citations": {"enabled": True}}
+    result = {
+        "type": "search_result",
+        "title": "Cow",
+        "source": "farm",
+        "content": [{"type": "text", "text": "moo"}],
+    }
+    blocks: dict[str, dict[str, Any]] = {
+        "Fox\na letter\na story\n": {"type": "document", "source": source, **about},
+        "Cow\nfarm\nmoo\n": result,
+    }
+    for text, block in blocks.items():
+        messages: Any = [{"role": "user", "content": [block]}]
+        raw = client.messages.with_raw_response.count_tokens(model="demo", messages=messages)
+        plain: Any = [{"role": "user", "content": text}]
+        assert raw.parse() == client.messages.count_tokens(model="demo", messages=plain)
+        unused = raw.headers.get("x-llamapipe-unused")
+        assert unused == ("messages.content.citations" if "citations" in block else None)
+
+
 def test_tools_are_called_and_their_results_read(tmp_path: Path) -> None:
     family = FAMILIES["Hermes"]
     source = template(family.template).text

@@ -94,3 +94,18 @@ def test_a_model_that_cannot(demo: lp.Model) -> None:
     with lp.Engine(demo, n_ctx=256) as engine, serve(engine) as server:
         response = httpx.post(f"{server.url}{PATH}", json={"prompt": "a"}, timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_fields_of_mistrals_chats(client: httpx.Client) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 8}
+
+    def content(**more: Any) -> str:
+        answer = client.post("/v1/chat/completions", json={**body, **more}).json()
+        text: str = answer["choices"][0]["message"]["content"]
+        return text
+
+    assert content(random_seed=4, safe_prompt=False) == content(seed=4)
+    for change in ({"random_seed": 1, "seed": 1}, {"safe_prompt": True}, {"tool_choice": "any"}):
+        error = client.post("/v1/chat/completions", json={**body, **change}).json()["error"]
+        assert error["param"] in change
+    assert error["message"] == "tool_choice asks for a call, but there are no tools"

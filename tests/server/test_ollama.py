@@ -215,6 +215,14 @@ class TestAnswers:
         assert text_of(whole(client, path, {**asked, "format": "json"})).startswith("{")
         plain = text_of(whole(client, path, asked))
         assert text_of(whole(client, path, {**asked, "format": ""})) == plain
+        # The schema {} allows any JSON, and nothing else, whatever the model prefers.
+        anything = {
+            **body,
+            "options": {**GREEDY, "logit_bias": {" the": 1000.0}, "num_predict": 4},
+            "format": {},
+        }
+        assert text_of(whole(client, path, anything)).lstrip()[:1] in '{["-0123456789tfn'
+        assert not text_of(whole(client, path, anything)).lstrip().startswith("the")
         assert "format" in refused(client, path, {**asked, "format": {"type": "no such type"}})
 
     def test_a_schema_for_raw_text(self, client: httpx.Client) -> None:
@@ -251,7 +259,10 @@ class TestOptions:
         assert answer.status_code == 200
         named = set(answer.headers["x-llamapipe-unused"].split(", "))
         assert named == {"options.num_ctx", "options.num_gpu", "options.num_thread", "keep_alive", "shift"}
-        assert "x-llamapipe-unused" not in client.post(path, json={**body, "keep_alive": -1}).headers
+        for neutral in (-1, ""):
+            assert "x-llamapipe-unused" not in client.post(path, json={**body, "keep_alive": neutral}).headers
+        answer = client.post(path, json={**body, "options": GREEDY, "top_logprobs": 3})  # without logprobs
+        assert answer.headers["x-llamapipe-unused"] == "top_logprobs"
 
     @on_both
     @pytest.mark.parametrize(
@@ -308,6 +319,8 @@ class TestOptions:
             ({"format": "yaml"}, "format: "),
             ({"format": 7}, "format: "),
             ({"format": ["json"]}, "format: "),
+            ({"top_logprobs": 21}, "top_logprobs is 21; it must be from 0 to 20"),
+            ({"_debug_render_only": True}, "_debug_render_only is true; leave it out, or set it to false: /app"),
             ({"think": "hard"}, "think: "),
             ({"think": 3}, "think: "),
             ({"think": True}, "does not support thinking"),
@@ -458,8 +471,9 @@ class TestNames:
         assert models[0]["digest"] == models[1]["digest"] != models[2]["digest"]
         assert all(len(model["digest"]) == 64 and model["size"] > 0 for model in models)
         loaded = client.get("/api/ps").json()["models"]
-        assert [model["name"] for model in loaded] == [model["name"] for model in models]
-        assert [model["context_length"] for model in loaded] == [engine.n_ctx] * 2 + [embedder.n_ctx]
+        # An alias has no memory, so a model is there once.
+        assert [model["name"] for model in loaded] == [models[0]["name"], models[2]["name"]]
+        assert [model["context_length"] for model in loaded] == [engine.n_ctx, embedder.n_ctx]
         assert loaded[0]["size_vram"] == 0
 
     @pytest.mark.parametrize("field", ["model", "name"])

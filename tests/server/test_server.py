@@ -85,7 +85,11 @@ class TestCompletions:
         }
         body = {"messages": HELLO, "add_generation_prompt": True, **unchanged}
         assert client.post("/tokenize", json=body).json()["tokens"] == demo.tokenize_chat(HELLO)
-        for change in ({"continue_final_message": True}, {"chat_template": "x"}):
+        open_turn = [*HELLO, {"role": "assistant", "content": "Once up"}]
+        more = {"messages": open_turn, "continue_final_message": True, "add_generation_prompt": False}
+        tokens = client.post("/tokenize", json={**body, **more}).json()["tokens"]
+        assert demo.detokenize(tokens).endswith("Once up")
+        for change in ({"continue_final_message": True}, {"chat_template": "x"}, {"add_special": True}):
             assert refused(client, "/tokenize", {**body, **change})["param"] in change
 
     @pytest.mark.parametrize("as_tokens", [False, True])
@@ -315,6 +319,56 @@ class TestOtherRoutes:
         prompt = client.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
         assert prompt == demo.render_chat(HELLO)
         assert client.get("/tokenizer_info").json()["bos_token"] == "<s>"
+
+    def test_texts_with_token_ids_are_tokenized(self, client: httpx.Client, demo: lp.Model) -> None:
+        """llama-server's ``content`` may mix them."""
+        answer = client.post("/tokenize", json={"content": [5, "Hello there", 7], "add_special": True})
+        assert answer.json()["tokens"] == [5, *demo.tokenize("Hello there", add_special=False), 7]
+        for content in ([5, 10**6], [5, [6]], [True]):
+            assert refused(client, "/tokenize", {"content": content})["param"].startswith("content")
+
+    def test_a_template_takes_the_body_of_a_chat(self, client: httpx.Client, demo: lp.Model) -> None:
+        """As llama-server does: what the prompt depends on is applied, what only an answer needs is named."""
+        open_turn = [*HELLO, {"role": "assistant", "content": "Once up"}]
+        whole = demo.render_chat(HELLO)
+        begun = whole + "Once up"
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        prompts = (
+            ({"messages": HELLO, "add_generation_prompt": False}, demo.render_chat(HELLO, add_generation_prompt=False)),
+            ({"messages": open_turn, "continue_final_message": True, "add_generation_prompt": False}, begun),
+            ({"messages": open_turn, "continue_final_message": "content"}, begun),
+            ({"messages": [*HELLO, {**open_turn[-1], "prefix": True}]}, begun),
+            ({"messages": HELLO, "tools": [tool], "tool_choice": "none", "reasoning_effort": "none"}, whole),
+        )  # fmt: skip
+        for body, prompt in prompts:
+            answer = client.post("/apply-template", json=body)
+            assert answer.json()["prompt"] == prompt, body
+            assert "x-llamapipe-unused" not in answer.headers
+        more = {"temperature": 0, "max_tokens": 5, "stream": True, "reasoning_format": "none", "n_predict": 3}
+        answer = client.post("/apply-template", json={"messages": HELLO, **more})
+        assert set(answer.headers["x-llamapipe-unused"].split(", ")) == more.keys()
+        for change in ({"truncation": "auto"}, {"chat_template": "x"}, {"continue_final_message": True}):
+            assert refused(client, "/apply-template", {"messages": HELLO, **change})["param"] in change
+
+    def test_what_is_counted_is_what_is_continued(self, client: httpx.Client, demo: lp.Model) -> None:
+        messages = [*HELLO, {"role": "assistant", "content": "Once up", "prefix": True}]
+        path = "/v1/chat/completions"
+        n = client.post(f"{path}/input_tokens", json={"messages": messages}).json()["input_tokens"]
+        whole = client.post(path, json={"messages": messages, "max_tokens": 1}).json()
+        assert n == whole["usage"]["prompt_tokens"]
+
+    @pytest.mark.parametrize("path", ["", "/input_tokens"])
+    def test_a_prefix_is_true_in_the_last_message(self, client: httpx.Client, path: str) -> None:
+        def error(**changed: Any) -> dict[str, Any]:
+            last = {"role": "assistant", "content": "Once", "prefix": True}
+            return refused(client, f"/v1/chat/completions{path}", {"messages": [*HELLO, last], **changed})
+
+        early = {"role": "assistant", "content": "a", "prefix": True}
+        assert error(messages=[*HELLO, early, *HELLO])["param"] == f"messages.{len(HELLO)}.prefix"
+        wrong = {"role": "assistant", "content": "a", "prefix": "yes"}
+        assert error(messages=[*HELLO, wrong])["message"].startswith(
+            f"messages.{len(HELLO)}.prefix is 'yes'; it"
+        )
 
     def test_metrics_count_what_was_answered(self, client: httpx.Client) -> None:
         client.post("/v1/completions", json={"prompt": "a", **GREEDY})

@@ -77,7 +77,9 @@ def ask(url: str, key: str = "", **more: Any) -> Any:
 
 def test_a_conversation_goes_on_in_another_server(folder: Path, url: str) -> None:
     """As llama-server's clients do it, by a slot's number; a chat needs no number."""
+    assert [ask(url, **slot)["id_slot"] for slot in ({}, {"id_slot": -1}, {"id_slot": "a"})] == [0, 0, "a"]
     told = ask(url, id_slot=3)
+    assert told["id_slot"] == 3
     saved = act(url, 3, "save", "story.bin")
     path = folder / "story.bin"
     assert saved["n_written"] == path.stat().st_size > 1000 and path.stat().st_mode & 0o777 == 0o600
@@ -186,7 +188,7 @@ def test_a_slot_may_have_a_name(url: str, folder: Path) -> None:
         act(other, "again", "restore", "research")
         assert ask(other)["timings"]["cache_n"] > 60
         assert act(other, "again", "erase")["n_erased"] > 60
-    for name in ("-x", "a b", "x" * 65, "ä", ""):
+    for name in ("-x", "a b", "x" * 65, "ä", "", -2, 10**9, 10**30):
         assert httpx.post(f"{url}/completion", json={**ASKED, "id_slot": name}).status_code == 400
 
 
@@ -313,4 +315,4 @@ def test_slot_files_are_off_by_default() -> None:
         error = act(server.url, 0, "save", "x", status=403)["error"]
         assert "--slot-save-path" in error["message"]
         answer = httpx.post(f"{server.url}/completion", json={"prompt": "a", "n_predict": 1, "id_slot": 3})
-        assert answer.headers["x-llamapipe-unused"] == "id_slot"
+        assert answer.headers["x-llamapipe-unused"] == "id_slot" and answer.json()["id_slot"] == -1

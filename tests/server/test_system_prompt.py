@@ -51,7 +51,9 @@ OTHER = "Answer in French, please."
 def test_the_prompt_that_is_shown_is_the_one_that_is_computed(engine: lp.Engine) -> None:
     with serve(engine, settings=ServerSettings(model_names=("m",), system=SYSTEM)) as server:
         shown = httpx.post(f"{server.url}/apply-template", json={"messages": HELLO}).json()["prompt"]
+        tokens = httpx.post(f"{server.url}/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert shown == f"[system]{SYSTEM}\n[user]Hello\n[assistant]"
+    assert tokens == engine.model.tokenize_chat([{"role": "system", "content": SYSTEM}, *HELLO])
 
 
 @pytest.mark.parametrize("own", [None, OTHER])

@@ -64,6 +64,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "a", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ("/v1/completions", {"prompt": [99999]}, "prompt"),
     ("/v1/completions", {"prompt": LONG}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/v1/embeddings", {"input": [99999]}, "input"),
@@ -140,6 +141,14 @@ def test_an_empty_body_is_called_so(client: httpx.Client, path: str, body: bytes
     answer = client.post(path, content=body)
     message = "the body is empty; send a JSON object, such as {}"
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "temperature"), ("/completion", "lora[0].scale")])
+def test_a_number_that_is_too_large_is_named(client: httpx.Client, path: str, field: str) -> None:
+    text = b'{"prompt": "a", "lora": [{"id": 0, "scale": 1e400}]}'
+    text = b'{"messages": [], "temperature": 1e400}' if path == CHAT else text
+    error = client.post(path, content=text).json()["error"]
+    assert (error["param"], error["message"]) == (field, f"{field}: Number out of range")
 
 
 def test_the_index_is_that_of_the_request(demo: lp.Model) -> None:

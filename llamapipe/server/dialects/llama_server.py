@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
     ``is_stream``: the answer is a stream of events. ``with_tokens``: an answer that is not streamed has the token ids.
     ``wanted``: paths of the fields in the last object; empty for all fields. ``is_cut``: the prompt was cut.
-    ``is_empty``: the request asks for no tokens.
+    ``is_empty``: the request asks for no tokens. ``slot``: the conversation that ``/slots`` saves.
     """
 
     is_stream: bool = False
@@ -35,6 +35,7 @@ class Form(NamedTuple):
     wanted: Sequence[str] = ()
     is_cut: bool = False
     is_empty: bool = False
+    slot: int | str = -1
 
 
 class Running(Computing, Protocol):
@@ -128,7 +129,7 @@ class LlamaServerEncoder(Encoder[Delta]):
             "content": text,
             "tokens": tokens,
             "stop": False,
-            "id_slot": -1,
+            "id_slot": self._form.slot,
             "tokens_predicted": len(choice.tokens),
             "tokens_evaluated": len(choice.prompt),
         }
@@ -146,7 +147,7 @@ class LlamaServerEncoder(Encoder[Delta]):
             "index": index,
             "content": "" if form.is_stream else text,
             "tokens": choice.tokens if form.with_tokens and not form.is_stream else [],
-            "id_slot": -1,
+            "id_slot": self._form.slot,
             "stop": True,
             "model": self._model,
             "tokens_predicted": len(choice.tokens),

@@ -12,15 +12,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from llamapipe._messages import DROP_TURNS, quoted, too_long
+from llamapipe.arguments import check_tokens
 from llamapipe.chat.media import first_media
 from llamapipe.chat.options import ChatOptions
-from llamapipe.errors import InvalidRequestError
+from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.llama.fim import FimPrompt, FimText, fim_prompt
+from llamapipe.llama.vocab import Vocab
 from llamapipe.params import SamplingParams
 from llamapipe.results import ChatChoice, ChatCompletion, ChatDelta, Timings
+from llamapipe.server._fields import Only, unused_fields
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import TOO_LONG, ApiError, code_of
 from llamapipe.server.requests.job import Job, count_drafted, gather
@@ -34,6 +39,7 @@ from llamapipe.work.long_work import size_of
 
 # One or several prompts, as text or token ids. As in llama-server, a list with ids is one prompt; it may include texts.
 Prompt = str | list[str | int | list[int | str]]
+Continued = bool | Literal["content", "reasoning"]  # as ``continue_last`` of ``ChatOptions``
 _LONG = 4096  # characters; longer texts are tokenized in a thread, to keep the event loop free
 
 
@@ -72,6 +78,32 @@ def _refuse_paths(messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+class PromptObject(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt in llama-server's form for images and sounds, which only chats take here."""
+
+    prompt_string: str
+    multimodal_data: Annotated[
+        list[str] | None, Only([], instead="/v1/chat/completions takes images and sounds")
+    ] = None
+
+
+AnyPrompt = str | PromptObject | list[str | int | list[int | str] | PromptObject]
+
+
+def plain_prompts(prompt: AnyPrompt) -> Prompt:
+    """Return the prompts, with the text in place of each object. Raises ApiError 400."""
+    if isinstance(prompt, (str, PromptObject)):
+        return _text_of(prompt)
+    return [item if isinstance(item, (int, list)) else _text_of(item) for item in prompt]
+
+
+def _text_of(prompt: str | PromptObject) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    unused_fields(prompt)
+    return prompt.prompt_string
+
+
 async def prompts_of(
     state: ServerState,
     prompt: Prompt,
@@ -86,9 +118,11 @@ async def prompts_of(
     ``name``: the request's field. ``suffix``: the text after the gap that is to be filled. ``n_last``: use only this
     many tokens at the end of each prompt; -1 uses as many as fit.
     """
-    if n_last is not None and n_last < -1:
+    if n_last is not None and (n_last < -1 or n_last == 0):
         raise ApiError(
-            400, f"truncate_prompt_tokens is {n_last}; it must be -1 or more", "truncate_prompt_tokens"
+            400,
+            f"truncate_prompt_tokens is {n_last}; it must be 1 or more, or -1 for as many as fit",
+            "truncate_prompt_tokens",
         )
     if n_last == -1:
         n_last = state.engine.n_ctx - 1
@@ -146,6 +180,22 @@ async def _mixed(
     return tokens
 
 
+def mixed_tokens(
+    vocab: Vocab, name: str, parts: Sequence[int | str], add_special: bool = True, parse_special: bool = False
+) -> list[int]:
+    """Return the tokens of token ids and texts in one list. Raises ValueError, which names the list ``name``.
+
+    Special tokens are added to the first part if it is a text, as in llama-server. May take long.
+    """
+    tokens: list[int] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            tokens += vocab.tokenize(part, add_special and not index, parse_special)
+        else:
+            tokens.append(part)
+    return check_tokens(name, tokens, vocab.n_vocab)
+
+
 def _check(state: ServerState, tokens: list[int]) -> None:
     n_vocab, n_ctx = state.engine.model.n_vocab, state.engine.n_ctx
     if not tokens:
@@ -195,21 +245,23 @@ async def n_prompt_tokens(
     tools: list[dict[str, Any]] | None,
     args: Mapping[str, Any],
     field: str = "messages",
+    continue_last: Continued = False,
 ) -> int:
     """Count the tokens of a conversation's prompt, including its images and sounds.
 
-    ``field``: the request's field that holds the conversation. Without media, the prompt need not fit the context.
+    ``field``: the request's field that holds the conversation. ``continue_last``: see ``ChatOptions``. Without media,
+    the prompt need not fit the context.
     Raises ApiError and InvalidRequestError.
     """
     if first_media(messages) is None:
         args = await with_default_args(exchange.server, args)
         conversation = with_system(exchange.server, messages)
         try:
-            return len(await tokenize_chat(exchange.server, conversation, tools, True, args))
+            return len(await tokenize_chat(exchange.server, conversation, tools, True, args, continue_last))
         except InvalidRequestError as e:
             n_added = len(conversation) - len(messages)
             raise about_conversation(e, messages, field, n_added) from None
-    options = ChatOptions(tools=tools, template_args=args)
+    options = ChatOptions(tools=tools, template_args=args, continue_last=continue_last)
     job = ChatJob(exchange, messages, SamplingParams(max_tokens=None), options, field=field)
     return len(await job.tokens())
 
@@ -220,21 +272,21 @@ async def tokenize_chat(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     template_args: Mapping[str, Any],
+    continue_last: Continued = False,
 ) -> list[int]:
-    """Return the tokens of a conversation, computed in a worker thread.
+    """Return the tokens of a conversation, computed in a worker thread. ``continue_last``: see ``ChatOptions``.
 
     Raises ApiError 400 for reserved arguments, InvalidRequestError for a conversation that is too long.
     """
     check_template_args(template_args)
     refuse_long_chat(state, messages)
-    tokenize = partial(
-        state.engine.model.tokenize_chat,
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        **template_args,
-    )
-    return await state.in_thread(tokenize, size=size_of(messages))
+    prompts = state.engine.model.chat_prompts
+
+    def tokens() -> list[int]:
+        definitions = prompts.definitions(tools)
+        return prompts.tokenize(messages, definitions, add_generation_prompt, template_args, continue_last)
+
+    return await state.in_thread(tokens, size=size_of(messages))
 
 
 def with_system(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -460,6 +512,8 @@ class ChatJob(Job[ChatDelta]):
             done = await self._exchange.await_engine(answer)
         except InvalidRequestError as e:
             raise self._explained(e) from None
+        except DecodeError as e:
+            raise self._overflow(e) from None
         if self.is_empty:
             done = replace(done, choices=tuple(map(_emptied, done.choices)))
         return done

@@ -6,11 +6,12 @@ Open it to change what all APIs share in streamed answers: when the headers are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from llamapipe.errors import DecodeError
 from llamapipe.params import SamplingParams
 from llamapipe.results import (
     ChatCompletion,
@@ -23,6 +24,7 @@ from llamapipe.results import (
 )
 from llamapipe.server.dialects.encoder import Counts, Encoder
 from llamapipe.server.endpoint import SUBMITTED, Exchange
+from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.time_limit import text_choice, until_line
 from llamapipe.streams import AsyncChatStream, AsyncStream
 
@@ -66,12 +68,40 @@ class Job(Generic[Part]):
     def streams(self) -> list[AsyncGenerator[Part | None, None]]:
         """Return one stream for each choice. Its first item is None, when the request is checked and queued."""
         streams = [self._stream(index) for index in range(len(self.running))]
+        if isinstance(self._params.adapter, Mapping):
+            streams = [self._scaled(stream) for stream in streams]
         if not self._most_ms:
             return streams
         return [until_line(stream, self._most_ms, self.late_reason) for stream in streams]
 
     def _stream(self, index: int) -> AsyncGenerator[Part | None, None]:
         raise NotImplementedError
+
+    async def _scaled(self, parts: AsyncGenerator[Part | None, None]) -> AsyncGenerator[Part | None, None]:
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+        except DecodeError as e:
+            raise self._overflow(e) from None
+
+    def _overflow(self, error: DecodeError) -> Exception:
+        """Return the error for a scale of an adapter, chosen by the client, with which numbers overflow.
+
+        Other errors are not changed.
+        """
+        scales = self._params.adapter
+        if not isinstance(scales, Mapping) or "the scale of an adapter" not in str(error):
+            return error
+        largest = max(scales.values(), key=abs)
+        if abs(largest) <= 1:  # the adapter's file is damaged
+            return error
+        return ApiError(
+            400,
+            f"lora: with the scale {largest:g}, the model computes numbers that are not finite; an adapter was trained "
+            "for 1: give a scale closer to it",
+            "lora",
+        )
 
     def _params_of(self, i: int) -> SamplingParams:
         """Return the params of choice ``i`` of each prompt."""
@@ -112,9 +142,11 @@ class TextJob(Job[Delta]):
         """
         if self._most_ms:
             return await self._exchange.await_streams(self._gather())
-        return await self._exchange.await_engine(
-            self._engine.agenerate(self._prompts, self._params, timeout=self._timeout, block=False)
-        )
+        answers = self._engine.agenerate(self._prompts, self._params, timeout=self._timeout, block=False)
+        try:
+            return await self._exchange.await_engine(answers)
+        except DecodeError as e:
+            raise self._overflow(e) from None
 
     async def _gather(self) -> list[Completion]:
         parts = await gather(self._exchange, self)

@@ -65,7 +65,7 @@ async def write(
         raise _full_error(e) from None
     except StoreError as e:
         store.tell(e)
-        raise ApiError(507, f"it cannot be stored: {e}", code="store_failed") from None
+        raise ApiError(507, f"the change cannot be stored: {e}", code="store_failed") from None
 
 
 def _full_error(error: FullError) -> ApiError:

@@ -106,12 +106,30 @@ class McpTools:
         return f"<McpTools {[wanted.label for wanted in self.wanted]} n_calls={self.n_calls}>"
 
     async def load(self, wanted: Wanted) -> None:
-        """Ask a server for its tools. Raises McpError, or ApiError if llamapipe's server is shutting down."""
-        tools = {
+        """Ask a server for its tools.
+
+        Raises McpError; ApiError for a tool that the server does not have, or if llamapipe's server is shutting down.
+        """
+        there = {
             tool.name: tool
             for tool in await self._exchange.server.ask_tools(wanted.server.tools())
-            if wanted.allowed.matches(tool) and _NAME.fullmatch(tool.name)
+            if _NAME.fullmatch(tool.name)
         }
+        for field, rule in (
+            ("allowed_tools", wanted.allowed),
+            ("require_approval.always", wanted.always),
+            ("require_approval.never", wanted.never),
+        ):
+            # A misspelt name would take a tool away from the model, or run it without the client's approval.
+            missing = sorted((rule.names if rule and rule.names else frozenset()) - there.keys())
+            if missing:
+                hint = did_you_mean(missing[0], there) or f"; it has {listed(sorted(there))}"
+                raise wrong(
+                    wanted.place,
+                    field,
+                    f"{field}: the MCP server {quoted(wanted.label)} has no tool {quoted(missing[0])}{hint}",
+                )
+        tools = {name: tool for name, tool in there.items() if wanted.allowed.matches(tool)}
         self.offered[wanted.label] = Offered(wanted, tools)
 
     def end(self) -> None:

@@ -69,6 +69,23 @@ def in_request(error: InvalidRequestError, messages: Sequence[Mapping[str, Any]]
     return ApiError(400, f"{place}{said}", place, code_of(error))
 
 
+def note_details(exchange: Exchange, items: object) -> None:
+    """Note that images have a ``detail``: the model's projector chooses their resolution. Raises ApiError 400."""
+    for item in items if isinstance(items, list) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, Mapping):
+                continue
+            inner = part.get("image_url")
+            holder = inner if isinstance(inner, Mapping) else part
+            if part.get("type") in ("image_url", "input_image") and holder.get("detail") not in (
+                None,
+                "auto",
+            ):
+                exchange.note_unused(("detail",))
+                return
+
+
 async def with_media(
     exchange: Exchange, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:

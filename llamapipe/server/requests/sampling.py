@@ -50,16 +50,20 @@ _SLOT = re.compile(r"[0-9]{1,9}|[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 def slot_name(slot: int | str | None, field: str = "id_slot") -> str:
     """Return the name of the conversation that ``id_slot`` means. Raises ApiError 400."""
-    if slot is None or isinstance(slot, int):
-        return str(max(slot or 0, 0))
-    if not _SLOT.fullmatch(slot):
+    name = "0" if slot in (None, -1) else str(slot)  # -1 means any slot
+    if not _SLOT.fullmatch(name):
         raise ApiError(
             400,
-            f"{field} is {quoted(slot[:80])}; it must be a number, or a name of at most 64 letters, digits, '.', '_' "
-            "and '-' that begins with a letter",
+            f"{field} is {quoted(name[:80])}; it must be a number of at most 9 digits, or a name of at most 64 "
+            "letters, digits, '.', '_' and '-' that begins with a letter",
             field,
         )
-    return str(int(slot)) if slot.isdigit() else slot
+    return str(int(name)) if name.isdigit() else name
+
+
+def shown_slot(name: str) -> int | str:
+    """Return a conversation's name as clients see it."""
+    return int(name) if name.isdigit() else name
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -309,7 +313,22 @@ class Sampling(_Options, kw_only=True):
     return_cached_tokens_details: Annotated[bool | None, Unused(False)] = None
     request_id: Annotated[str | None, Unused()] = None
     rid: Annotated[Any, Unused()] = None
+    session_id: Annotated[str | None, Unused()] = None
+    stream_interval: Annotated[int | None, Unused(1)] = None
     kv_transfer_params: Annotated[Any, Unused({})] = None
+    ec_transfer_params: Annotated[Any, Unused({})] = None
+    return_mm_kwargs: Annotated[bool | None, Unused(True, False)] = None
+    return_token_offsets: Annotated[bool | None, Unused(False)] = None
+    routed_experts_prompt_start: Annotated[int | None, Only(0)] = None
+    watermarking: Annotated[bool | None, Only(False)] = None
+    truncation_side: Annotated[str | None, Only("left", instead="prompts lose their beginning")] = None
+    repetition_detection: Annotated[
+        Any, Only({}, instead="dry_multiplier and repeat_penalty keep the model from repeating itself")
+    ] = None
+    return_prompt_text: Annotated[
+        bool | None,
+        Only(False, instead="/apply-template writes the prompt; return_token_ids returns its ids"),
+    ] = None
     bootstrap_host: Annotated[Any, Only()] = None
     bootstrap_port: Annotated[Any, Only()] = None
     bootstrap_room: Annotated[Any, Only()] = None
@@ -327,6 +346,9 @@ class Sampling(_Options, kw_only=True):
         None
     )
     n_discard: Annotated[int | None, Only(0)] = None
+    reasoning_control: Annotated[
+        bool | None, Only(False, instead="reasoning_budget limits the reasoning")
+    ] = None
     return_tokens: Annotated[bool | None, Only(False, instead="return_token_ids returns them")] = None
     post_sampling_probs: Annotated[bool | None, Only(False)] = None
 
@@ -455,6 +477,15 @@ def by_token(biases: Iterable[tuple[int | str, float]], tokenize: Tokenize) -> d
         except ValueError as e:
             raise ApiError(400, f"logit_bias: {e}", "logit_bias") from None
     return tokens
+
+
+def take_random_seed(request: Sampling, random_seed: int | None) -> None:
+    """Use ``random_seed``, Mistral's name of the field, as the seed. Raises ApiError 400."""
+    if random_seed is None:
+        return
+    if request.seed is not None:
+        raise ApiError(400, "seed and random_seed are the same option; give one", "random_seed")
+    request.seed = random_seed
 
 
 # ---- llama-server's samplers

@@ -130,10 +130,13 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     workspace_id: Annotated[str | None, Unused()] = None
 
     def unused(self) -> tuple[str, ...]:
-        """Return the tools that the model does not see, and the other tools' fields without effect, for the header."""
+        """Return the fields without effect, and the tools that the model does not see, for the header."""
         tools = self.tools or ()
         names = [(tool.hosted,) if tool.hosted is not None else unused_fields(tool) for tool in tools]
-        return tuple(dict.fromkeys(f"tools.{name}" for name in chain.from_iterable(names)))
+        fields = [f"tools.{name}" for name in chain.from_iterable(names)]
+        if any(_wants_citations(message.get("content")) for message in self.messages):
+            fields.append("messages.content.citations")
+        return tuple(dict.fromkeys(fields))
 
     def functions(self) -> list[dict[str, Any]] | None:
         """Return the tools in OpenAI's form. Raises ApiError 400."""
@@ -216,7 +219,14 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> Respo
     exchange.note_unused(request.unused())
     await note_unread(exchange, request.chat_template_kwargs)
     _check_numbers(exchange, request)
-    n = await n_prompt_tokens(exchange, messages_of(request), request.functions(), _template_args(request))
+    conversation = messages_of(request)
+    n = await n_prompt_tokens(
+        exchange,
+        conversation,
+        request.functions(),
+        _template_args(request),
+        continue_last=_continues(conversation),
+    )
     return JsonResponse({"input_tokens": n})
 
 
@@ -240,7 +250,7 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
         parallel,
         None if answer_format is None else answer_format.schema,
         _template_args(request),
-        continue_last=bool(conversation) and conversation[-1]["role"] == "assistant",
+        continue_last=_continues(conversation),
     )
     thinking = request.thinking
     params = sampling.params(
@@ -254,6 +264,11 @@ def _job(exchange: Exchange, request: MessagesRequest) -> ChatJob:
     )
     field = "output_format" if request.output_format is not None else "output_config.format"
     return ChatJob(exchange, conversation, params, options, field)
+
+
+def _continues(conversation: Sequence[Message]) -> bool:
+    """Return whether the answer continues the last message."""
+    return bool(conversation) and conversation[-1]["role"] == "assistant"
 
 
 def _check_numbers(exchange: Exchange, request: CountRequest) -> None:
@@ -403,10 +418,23 @@ def _text(place: str, content: Any) -> str:
     return "".join(texts)
 
 
+def _wants_citations(content: Any) -> bool:
+    """Return whether a block, or a result in it, asks for citations."""
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict):
+            citations = block.get("citations")
+            if (isinstance(citations, dict) and citations.get("enabled")) or _wants_citations(
+                block.get("content")
+            ):
+                return True
+    return False
+
+
 def _read(place: str, kind: str, block: Mapping[str, Any]) -> str:
     if kind == "text":
         return _string(place, block, "text")
-    title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+    told = ("title", "source") if kind == "search_result" else ("title", "context")
+    title = "".join(f"{_string(place, block, key)}\n" for key in told if block.get(key) is not None)
     if kind == "search_result":
         return f"{title}{_text(f'{place}.content', block.get('content'))}\n"
     source = block.get("source")

@@ -10,24 +10,32 @@ from starlette.responses import Response
 
 from llamapipe._messages import quoted
 from llamapipe.chat.options import ChatOptions
-from llamapipe.server._fields import Only, Unused
+from llamapipe.errors import InvalidRequestError
+from llamapipe.server._fields import Only, Unused, fates
 from llamapipe.server._tools import Tools, custom_arguments, tools_of
 from llamapipe.server.dialects.chat import ChatEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, as_sent
 from llamapipe.server.requests.generation import (
     ChatJob,
+    Continued,
+    about_conversation,
     input_tokens,
     n_prompt_tokens,
     note_unread,
     template_args,
+    with_default_args,
+    with_system,
 )
 from llamapipe.server.requests.job import encode_stream, record_counts
-from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
-from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted
+from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top, refuse_long_chat
+from llamapipe.server.requests.media import note_details
+from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted, take_random_seed
 from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.routes.completions import Streamed, token_limit
+from llamapipe.work.long_work import size_of
 
+Message = Mapping[str, Any]
 _NO_AUDIO = "this server answers in text"
 
 
@@ -66,6 +74,9 @@ class ChatRequest(Streamed, kw_only=True):
     store: Annotated[bool | None, Unused(False)] = None
     verbosity: Annotated[str | None, Unused()] = None
     web_search_options: Annotated[dict[str, Any] | None, Unused()] = None
+    # Mistral's.
+    random_seed: int | None = None
+    safe_prompt: Annotated[bool | None, Only(False, instead="put such a prompt into a system message")] = None
     # Fields of vLLM, SGLang and llama-server.
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
@@ -128,9 +139,57 @@ async def count_tokens(exchange: Exchange, request: ChatRequest) -> Response:
     await note_unread(exchange, request.chat_template_kwargs, request.documents)
     functions = None if tools.tool_choice == "none" else tools.functions
     messages = engine_messages(request.messages)
-    return JsonResponse(
-        input_tokens(await n_prompt_tokens(exchange, messages, functions, _template_args(request)))
+    n = await n_prompt_tokens(
+        exchange, messages, functions, _template_args(request), continue_last=_continue_last(request)
     )
+    return JsonResponse(input_tokens(n))
+
+
+# The fields on which the prompt depends.
+_OF_PROMPT = frozenset(
+    ("messages", "model", "tools", "tool_choice", "functions", "function_call", "reasoning_effort", "documents",
+     "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "truncation")
+)  # fmt: skip
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False
+
+
+async def apply_template(exchange: Exchange, request: ChatRequest) -> Response:
+    """``POST /apply-template``: returns the prompt of a conversation as text. Fields of the answer are unused."""
+    state = exchange.server
+    state.check_model(request.model)
+    check_n_messages(state, request.messages, "messages")
+    tools = _tools(request)
+    answers = (name for name, fate in fates(ChatRequest).items() if fate is None and name not in _OF_PROMPT)
+    exchange.note_unused(tools.unused + tuple(name for name in answers if _is_set(getattr(request, name))))
+    await note_unread(exchange, request.chat_template_kwargs, request.documents)
+    if request.truncation == "auto":
+        raise ApiError(
+            400,
+            'truncation is "auto"; leave it out: this route writes the whole conversation',
+            "truncation",
+        )
+    adds_prompt = request.add_generation_prompt is not False
+    continue_last = continued_part(
+        request.messages, request.continue_final_message, request.add_generation_prompt
+    )
+    args = await with_default_args(state, _template_args(request))
+    sent = engine_messages(request.messages)
+    messages = with_system(state, sent)
+    prompts = state.engine.model.chat_prompts
+
+    def rendered() -> str:
+        functions = None if tools.tool_choice == "none" else prompts.definitions(tools.functions)
+        return prompts.render(messages, functions, adds_prompt, args, continue_last)
+
+    try:
+        refuse_long_chat(state, sent)
+        prompt = await state.in_thread(rendered, size=size_of(sent))
+    except InvalidRequestError as e:
+        raise about_conversation(e, sent, n_added=len(messages) - len(sent)) from None
+    return JsonResponse({"prompt": prompt})
 
 
 def _template_args(request: ChatRequest) -> dict[str, Any]:
@@ -142,6 +201,7 @@ def _template_args(request: ChatRequest) -> dict[str, Any]:
 
 def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     check_n_messages(exchange.server, request.messages, "messages")
+    note_details(exchange, request.messages)
     limit = token_limit(
         max_tokens=request.max_tokens,
         max_completion_tokens=request.max_completion_tokens,
@@ -158,39 +218,16 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     if request.samplers is not None:
         more |= chosen_samplers(exchange, request, request.samplers)
     more.update(predicted(request.prediction))
+    take_random_seed(request, request.random_seed)
     params = request.params(exchange.server, **more)
     args = _template_args(request)
-    continued = request.continue_final_message
-    if continued is None and request.messages and request.messages[-1].get("prefix") is True:
-        continued = True  # the form of DeepSeek's and Mistral's APIs, and of LiteLLM
-    if continued and request.add_generation_prompt:
-        raise ApiError(
-            400,
-            "add_generation_prompt begins a new message, and continue_final_message or prefix continues the last one; "
-            "give one of them",
-            "continue_final_message",
-        )
-    if request.add_generation_prompt is False and not continued:
-        raise ApiError(
-            400,
-            "add_generation_prompt is false, so nothing says that the model is to answer: leave it out, give "
-            "continue_final_message, or send what /apply-template answers to /v1/completions",
-            "add_generation_prompt",
-        )
-    role = request.messages[-1].get("role") if request.messages else None
-    if continued and isinstance(role, str) and role != "assistant":
-        raise ApiError(
-            400,
-            f"continue_final_message or prefix is set, and the last message has the role {quoted(role)}: only an "
-            "assistant message can be continued",
-            "continue_final_message",
-        )
+    continue_last = _continue_last(request)
     options = ChatOptions(
         tools.functions,
         tools.tool_choice,
         request.parallel_tool_calls is not False,
         template_args=args,
-        continue_last=_CONTINUED[continued],
+        continue_last=continue_last,
         reasoning_format=_reasoning_format(request),
         truncation="auto" if request.truncation == "auto" else "error",
     )
@@ -215,6 +252,73 @@ _CONTINUED: dict[bool | str | None, Any] = {
     "content": "content",
     "reasoning_content": "reasoning",
 }
+
+
+def _continue_last(request: ChatRequest) -> Continued:
+    """Return which part of the last message an answer continues. Raises ApiError 400."""
+    continued = continued_part(
+        request.messages, request.continue_final_message, request.add_generation_prompt
+    )
+    if request.add_generation_prompt is False and not continued:
+        raise ApiError(
+            400,
+            "add_generation_prompt is false, so nothing says that the model is to answer: leave it out, give "
+            "continue_final_message, or send what /apply-template answers to /v1/completions",
+            "add_generation_prompt",
+        )
+    return continued
+
+
+def continued_part(
+    messages: Sequence[Message], wanted: bool | str | None, adds_prompt: bool | None
+) -> Continued:
+    """Return which part of the last message a prompt ends in. Raises ApiError 400.
+
+    ``wanted``, ``adds_prompt``: the fields ``continue_final_message`` and ``add_generation_prompt``.
+    """
+    if _has_prefix(messages) and wanted is None:
+        wanted = True
+    if wanted and adds_prompt:
+        raise ApiError(
+            400,
+            "add_generation_prompt begins a new message, and continue_final_message or prefix continues the last one; "
+            "give one of them",
+            "continue_final_message",
+        )
+    role = messages[-1].get("role") if messages else None
+    if wanted and isinstance(role, str) and role != "assistant":
+        raise ApiError(
+            400,
+            f"continue_final_message or prefix is set, and the last message has the role {quoted(role)}: only an "
+            "assistant message can be continued",
+            "continue_final_message",
+        )
+    part: Continued = _CONTINUED[wanted]
+    return part
+
+
+def _has_prefix(messages: Sequence[Message]) -> bool:
+    """Return whether the last message has ``"prefix": true``, as in the APIs of DeepSeek and Mistral, and of LiteLLM.
+
+    Raises ApiError 400 for another value, and for one in an earlier message.
+    """
+    for i, message in enumerate(messages):
+        prefix = message.get("prefix")
+        if prefix is None or prefix is False:
+            continue
+        if prefix is not True:
+            raise ApiError(
+                400,
+                f"messages.{i}.prefix is {as_sent(prefix)}; it must be true or false",
+                f"messages.{i}.prefix",
+            )
+        if i < len(messages) - 1:
+            raise ApiError(
+                400,
+                f"messages.{i}.prefix is true; only the last message can be continued: leave it out here",
+                f"messages.{i}.prefix",
+            )
+    return bool(messages) and messages[-1].get("prefix") is True
 
 
 def _reasoning_format(request: ChatRequest) -> Any:
@@ -265,9 +369,6 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """Return the name and the parameters of each function among ``tools``; None for a missing one."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
-
-
-Message = Mapping[str, Any]
 
 
 def engine_messages(messages: Sequence[Message]) -> list[Message]:

@@ -16,11 +16,19 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from llamapipe._messages import shown
 from llamapipe.embedding import Embedder, Ranked
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, code_of
-from llamapipe.server.requests.generation import n_prompts
+from llamapipe.server.requests.generation import (
+    AnyPrompt,
+    Prompt,
+    given_prompts,
+    mixed_tokens,
+    n_prompts,
+    plain_prompts,
+)
 from llamapipe.work.long_work import size_of
 
 if TYPE_CHECKING:
@@ -29,12 +37,14 @@ if TYPE_CHECKING:
     from llamapipe.embedding import Embedder
 
 
+_AS_GIVEN = "scores are as the model gives them"
 _MANY = 1024  # texts or tokens; with more of them the event loop is kept free
+_MOST_P = 1024  # of a norm, which is then close to the largest number
 _FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
 
 
-Texts = str | list[str | int | list[int]]  # or tokens
+Texts = AnyPrompt  # as in llama-server, a list with a token id is one text
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -45,13 +55,32 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     truncate: bool = False
+    embd_normalize: int | None = None
     user: Annotated[str | None, Unused()] = None
     priority: Annotated[int | None, Only(0)] = None
-    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
+    # The rest of vLLM's fields; -1 cuts texts to the context, as truncate does.
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
+    truncation_side: Annotated[str | None, Only("right")] = None
+    add_special_tokens: Annotated[bool | None, Only(True)] = None
+    padding: Annotated[str | None, Only("do_not_pad")] = None
+    use_activation: Annotated[
+        bool | None, Only(True, instead="embd_normalize: -1 leaves vectors as they are")
+    ] = None
+    embed_dtype: Annotated[str | None, Only("float32")] = None
+    endianness: Annotated[str | None, Only("native", "little")] = None
+    request_id: Annotated[str | None, Unused()] = None
+    cache_salt: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
 
 
 class LlamaEmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /embedding``, in llama-server's format. ``embd_normalize``: 2 scales vectors to length 1, -1 does not."""
+    """``POST /embedding``, in llama-server's format.
+
+    ``embd_normalize``: the p of the norm by which vectors are divided; 0 scales their largest number to 32,760, -1
+    leaves them as they are.
+    """
 
     content: Texts | None = None
     input: Texts | None = None
@@ -70,7 +99,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     documents: list[str | dict[str, str]] | None = None
     texts: list[str] | None = None
     return_text: bool = False
-    raw_scores: Annotated[bool | None, Only(True, instead="scores are as the model gives them")] = None
+    raw_scores: Annotated[bool | None, Only(True, instead=_AS_GIVEN)] = None
     truncation_direction: Annotated[str | None, Only("right", "Right")] = None
     model: str | None = None
     top_n: int | None = None
@@ -81,6 +110,14 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int | None, Only(instead="truncate: true cuts documents to the context")
     ] = None
     user: Annotated[str | None, Unused()] = None
+    use_activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    softmax: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +134,14 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     truncate: bool = False
     priority: Annotated[int | None, Only(0)] = None
     user: Annotated[str | None, Unused()] = None
-    truncate_prompt_tokens: Annotated[int | None, Only(instead="give truncate: true")] = None
+    truncate_prompt_tokens: Annotated[int | None, Only(-1, instead="-1 and truncate cut to the context")] = (
+        None
+    )
+    use_activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    activation: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    softmax: Annotated[bool | None, Only(False, instead=_AS_GIVEN)] = None
+    request_id: Annotated[str | None, Unused()] = None
+    mm_processor_kwargs: Annotated[Any, Unused({})] = None
 
 
 async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
@@ -105,9 +149,17 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     embedder, model = exchange.server.check_embedder(request.model)
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
+    p = _checked_norm(request.embd_normalize)
     vectors, n_tokens = await embedded(
-        exchange, embedder, "input", request.input, request.dimensions, request.truncate
+        exchange,
+        embedder,
+        "input",
+        plain_prompts(request.input),
+        request.dimensions,
+        _truncates(request),
+        normalize=p == 2,
     )
+    vectors = _scaled(vectors, p)
     as_text = request.encoding_format == "base64"
 
     def answer() -> Response:
@@ -116,7 +168,8 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
             for i, row in enumerate(vectors)
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return JsonResponse({"object": "list", "data": data, "model": model, "usage": usage})
+        name = f"embd-{exchange.id}"  # Mistral's client needs it, and vLLM has it, too
+        return JsonResponse({"id": name, "object": "list", "data": data, "model": model, "usage": usage})
 
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
 
@@ -130,18 +183,43 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
         raise ApiError(400, "content is empty; give at least one text", "content")
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
-    if request.embd_normalize not in (None, -1, 2):
-        raise ApiError(
-            400, f"embd_normalize is {request.embd_normalize}; it may be 2 or -1", "embd_normalize"
-        )
-    vectors, _ = await embedded(
-        exchange, embedder, name, texts, None, False, normalize=request.embd_normalize != -1
-    )
+    p = _checked_norm(request.embd_normalize)
+    vectors, _ = await embedded(exchange, embedder, name, plain_prompts(texts), None, False, normalize=p == 2)
+    vectors = _scaled(vectors, p)
 
     def answer() -> Response:
         return JsonResponse([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)])
 
     return answer() if len(vectors) < _FEW else await exchange.server.in_thread(answer)
+
+
+def _truncates(request: EmbeddingRequest | RerankRequest | ScoreRequest) -> bool:
+    return request.truncate or request.truncate_prompt_tokens is not None
+
+
+def _checked_norm(p: int | None) -> int:
+    """Return the checked ``embd_normalize``. Raises ApiError 400."""
+    if p is None:
+        return 2
+    if not -1 <= p <= _MOST_P:
+        raise ApiError(
+            400, f"embd_normalize is {shown(p)}; it must be from -1 to {_MOST_P}", "embd_normalize"
+        )
+    return p
+
+
+def _scaled(vectors: npt.NDArray[np.float32], p: int) -> npt.NDArray[np.float32]:
+    """Return the vectors divided by their p-norm; with 0, scaled to numbers of at most 32,760, as in llama-server.
+
+    Vectors are not changed with -1, and with 2, for which ``embedded`` normalizes them.
+    """
+    if p in (-1, 2):
+        return vectors
+    sizes = np.abs(vectors.astype(np.float64))
+    most = np.maximum(sizes.max(axis=1, keepdims=True), 1e-300)  # powers of larger numbers could overflow
+    norms = most / 32760 if p == 0 else most * ((sizes / most) ** p).sum(axis=1, keepdims=True) ** (1 / p)
+    scaled: npt.NDArray[np.float32] = (vectors / norms).astype(np.float32)
+    return scaled
 
 
 async def embedded(
@@ -175,7 +253,7 @@ async def embedded(
     in_thread = exchange.server.in_thread
     size = checked_size() if isinstance(texts, str) or len(texts) < _MANY else await in_thread(checked_size)
     try:
-        tokens = await in_thread(partial(embedder.tokens, truncate=truncate), texts, size=size)
+        tokens = await in_thread(_tokens, embedder, texts, truncate, size=size)
         vectors = await _vectors(embedder, tokens, normalize and wanted == n)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), name, code_of(e)) from None
@@ -186,6 +264,19 @@ async def embedded(
     n_tokens = sum(map(len, tokens))
     exchange.count(n_tokens, 0)
     return vectors, n_tokens
+
+
+def _tokens(embedder: Embedder, texts: Prompt, truncate: bool) -> list[list[int]]:
+    """Return the tokens of each text. Raises as ``Embedder.embed`` does."""
+    items = given_prompts(texts)
+    is_single = isinstance(texts, str) or items[0] is texts
+    plain = [
+        item
+        if isinstance(item, str)
+        else mixed_tokens(embedder.model.vocab, "the text" if is_single else f"text {i}", item)
+        for i, item in enumerate(items)
+    ]
+    return embedder.tokens(plain[0] if is_single else plain, truncate=truncate)
 
 
 async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
@@ -209,10 +300,11 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     documents = [_text(document, i) for i, document in enumerate(passages)]
     _refuse_long(exchange, "query", request.query)
     _refuse_long(exchange, name, documents)
-    if request.top_n is not None and request.top_n < 1:
-        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more", "top_n")
+    if request.top_n is not None and request.top_n < 0:
+        raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more, or 0 for all", "top_n")
+    top_n = request.top_n or None
     try:
-        ranked = await embedder.arerank(request.query, documents, truncate=request.truncate)
+        ranked = await embedder.arerank(request.query, documents, truncate=_truncates(request))
     except (TypeError, ValueError) as e:
         field = "query" if str(e).startswith("the query") else name
         raise ApiError(400, str(e), field, code_of(e)) from None
@@ -220,13 +312,13 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     exchange.count(n_tokens, 0)
     returns_text = request.return_text or request.return_documents
     if request.texts is not None:
-        scored = [{"index": rank.index, "score": rank.score} for rank in ranked[: request.top_n]]
+        scored = [{"index": rank.index, "score": rank.score} for rank in ranked[:top_n]]
         for entry, rank in zip(scored, ranked, strict=False):
             if returns_text:
                 entry["text"] = documents[rank.index]  # type: ignore[assignment]
         return JsonResponse(scored)
     results: list[dict[str, Any]] = []
-    for rank in ranked[: request.top_n]:
+    for rank in ranked[:top_n]:
         result: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
         if returns_text:
             result["document"] = {"text": documents[rank.index]}
@@ -252,11 +344,11 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
     _refuse_long(exchange, "text_2", second)
     try:
         if embedder.pooling == "rank":
-            scores, n_tokens = await _ranks(embedder, first, second, request.truncate)
+            scores, n_tokens = await _ranks(embedder, first, second, _truncates(request))
         elif embedder.pooling == "none":
             raise ApiError(400, "this model has pooling 'none'; it has no single vector for a text", "model")
         else:
-            scores, n_tokens = await _cosines(exchange, embedder, first, second, request.truncate)
+            scores, n_tokens = await _cosines(exchange, embedder, first, second, _truncates(request))
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), "text_2", code_of(e)) from None
     exchange.count(n_tokens, 0)
@@ -334,10 +426,13 @@ def _refuse_long(exchange: Exchange, name: str, texts: Any) -> None:
     """Raise ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
     most = exchange.server.settings.max_text_characters
     for text in [texts] if isinstance(texts, str) else texts:
-        if isinstance(text, str) and len(text) > most:
+        n = len(text) if isinstance(text, str) else 0
+        if isinstance(text, list) and str in set(map(type, text)):
+            n = sum(len(part) for part in text if isinstance(part, str))
+        if n > most:
             raise ApiError(
                 400,
-                f"{name}: a text has {len(text)} characters; the limit of this server is {most} "
+                f"{name}: a text has {n} characters; the limit of this server is {most} "
                 "(--max-text-characters): split it",
                 name,
             )

@@ -29,7 +29,13 @@ from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.dialects.openai_stream import system_fingerprint
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.requests.generation import Prompt, fim_prompt_of, n_prompts, prompts_of
+from llamapipe.server.requests.generation import (
+    AnyPrompt,
+    fim_prompt_of,
+    n_prompts,
+    plain_prompts,
+    prompts_of,
+)
 from llamapipe.server.requests.job import TextJob, encode_stream, join
 from llamapipe.server.requests.limits import check_top, total_choices
 from llamapipe.server.requests.sampling import (
@@ -39,6 +45,8 @@ from llamapipe.server.requests.sampling import (
     by_token,
     chosen_samplers,
     listed_biases,
+    shown_slot,
+    slot_name,
 )
 from llamapipe.server.requests.time_limit import check_time_limit
 from llamapipe.server.routes.completions import check_params, token_limit
@@ -51,15 +59,18 @@ class LlamaServerRequest(Sampling, kw_only=True):
     ``n_predict``: 0 computes only the prompt, -1 means no limit. ``n_indent``: the text ends at the first later line
     that is indented by fewer characters. ``t_max_predict_ms``: the text ends with the first line that is completed
     more than this many milliseconds after the first token. ``response_fields``: the only fields of the answer, as
-    paths such as ``timings/prompt_n``.
+    paths such as ``timings/prompt_n``. ``logprobs`` and ``max_completion_tokens``: other names of ``n_probs`` and
+    ``n_predict``.
     """
 
     model: str | None = None
     stream: bool | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     n_cmpl: int | None = None
     n_probs: int | None = None
+    logprobs: int | None = None
     samplers: list[str] | str | None = None
     logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None  # type: ignore[assignment]
     n_indent: int | None = None
@@ -74,7 +85,7 @@ class LlamaServerRequest(Sampling, kw_only=True):
 class LlamaCompletionRequest(LlamaServerRequest, kw_only=True):
     """``POST /completion``, in llama-server's format."""
 
-    prompt: Prompt
+    prompt: AnyPrompt
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
@@ -99,11 +110,12 @@ class InfillRequest(LlamaServerRequest, kw_only=True):
 
 async def completion(exchange: Exchange, request: LlamaCompletionRequest) -> Response:
     """``POST /completion``: completes one prompt or several."""
+    plain = plain_prompts(request.prompt)
 
     async def prompts() -> tuple[list[list[int]], bool]:
-        return await prompts_of(exchange.server, request.prompt, "prompt"), False
+        return await prompts_of(exchange.server, plain, "prompt"), False
 
-    total_choices(exchange.server, n_prompts(request.prompt) * _n_choices(request))
+    total_choices(exchange.server, n_prompts(plain) * _n_choices(request))
     return await _answer(exchange, request, prompts)
 
 
@@ -162,6 +174,7 @@ async def _prepared(
         wanted,
         is_cut,
         _limit(request) == 0,
+        -1 if exchange.server.settings.slot_save_path is None else shown_slot(slot_name(request.id_slot)),
     )
     vocab = exchange.server.engine.model.vocab
     return job, LlamaServerEncoder(model, form, params, job.prompts, job.texts, vocab, job.running)
@@ -176,7 +189,11 @@ _MOST_OF_A_LIMIT = 2**31 - 1
 
 
 def _limit(request: LlamaServerRequest) -> int | None:
-    return token_limit(n_predict=request.n_predict, max_tokens=request.max_tokens)
+    return token_limit(
+        n_predict=request.n_predict,
+        max_tokens=request.max_tokens,
+        max_completion_tokens=request.max_completion_tokens,
+    )
 
 
 def _n_choices(request: LlamaServerRequest) -> int:
@@ -192,7 +209,8 @@ def _params(exchange: Exchange, request: LlamaServerRequest) -> SamplingParams:
     tokenize = partial(exchange.server.engine.model.vocab.tokenize, add_special=False)
     limit = _limit(request)
     more: dict[str, Any] = {"max_tokens": None if limit is None else max(limit, 1), "n": 1}
-    probs = check_top("n_probs", request.n_probs)
+    top = check_top("logprobs", request.logprobs)
+    probs = top if request.n_probs is None else check_top("n_probs", request.n_probs)
     if probs:
         more["logprobs"] = probs
     if isinstance(request.logit_bias, list):

@@ -17,7 +17,7 @@ from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import fim_prompt_of
 from llamapipe.server.requests.job import TextJob, encode_stream, record_counts
-from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.requests.sampling import Sampling, take_random_seed
 from llamapipe.server.routes.completions import check_params, token_limit
 
 
@@ -63,10 +63,7 @@ async def fim_completions(exchange: Exchange, request: FimRequest) -> Response:
 
 
 def _params(exchange: Exchange, request: FimRequest) -> SamplingParams:
-    if request.random_seed is not None:
-        if request.seed is not None:
-            raise ApiError(400, "seed and random_seed are the same option; give one", "random_seed")
-        request.seed = request.random_seed
+    take_random_seed(request, request.random_seed)
     if request.n is not None and request.n != 1:
         raise ApiError(400, f"n is {request.n}; this route gives one choice", "n")
     limit = token_limit(max_tokens=request.max_tokens)

@@ -255,17 +255,21 @@ class Generates(OllamaRequest, kw_only=True):
     options: Options | None = None
     format: _Format | None = None
     think: _Think | None = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     truncate: bool | None = None
     shift: Annotated[bool | None, Unused()] = None  # the operator sets it with --overflow
+    _debug_render_only: Annotated[bool | None, Only(False, instead="/apply-template writes the prompt")] = (
+        None
+    )
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """Return the options as ``SamplingParams``. Raises ApiError 400."""
         _check_duration(self.keep_alive)
+        n_top = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
         if self.logprobs:
-            more["logprobs"] = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
+            more["logprobs"] = n_top
         if (adapter := adapter_of(state, self.model)) is not None:
             more["adapter"] = adapter
         options, set_there = self.options or Options(), modelfile_for(state, self.model).options
@@ -284,7 +288,9 @@ class Generates(OllamaRequest, kw_only=True):
     @property
     def schema(self) -> Any:
         """The JSON schema that the answer must match; None allows any text."""
-        return {"type": "object"} if self.format == "json" else self.format or None
+        if self.format == "json":
+            return {"type": "object"}
+        return None if self.format == "" else self.format  # {} allows any JSON
 
 
 class OllamaChatRequest(Generates, kw_only=True):
@@ -319,7 +325,7 @@ class EmbedRequest(OllamaRequest, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 class OldEmbedRequest(OllamaRequest, kw_only=True):
@@ -328,7 +334,7 @@ class OldEmbedRequest(OllamaRequest, kw_only=True):
     model: str
     prompt: str = ""
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m")] = None
+    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 def _check_duration(keep_alive: _KeepAlive | None) -> None:
@@ -446,6 +452,8 @@ async def _answered(
     with_context: bool = False,
 ) -> Response:
     """Return the answer as a stream or in one piece, as the client asks."""
+    if request.top_logprobs and not request.logprobs:
+        exchange.note_unused(("top_logprobs",))
     encoder = OllamaEncoder(
         request.model,
         isinstance(request, OllamaChatRequest),
@@ -525,7 +533,7 @@ def _with_images(place: str, content: Any, images: Any) -> list[dict[str, Any]]:
     """Return the parts of a message: images, which this API sends in base64, then the text. Raises ApiError 400."""
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ApiError(400, f"{place} must be a list of base64 texts", place)
-    urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
+    urls = [image if image[:5].lower() == "data:" else f"data:;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [
         PlacedPart(f"{place}.{i}", {"type": "image_url", "image_url": {"url": url}})
         for i, url in enumerate(urls)

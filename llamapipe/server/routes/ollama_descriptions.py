@@ -69,12 +69,15 @@ async def tags(exchange: Exchange) -> Response:
 
 
 async def loaded_models(exchange: Exchange) -> Response:
-    """``GET /api/ps``: the served models, which stay loaded, with the memory that they use."""
+    """``GET /api/ps``: the served models, each with its first name: they stay loaded, and use their memory once."""
     state = exchange.server
     created = datetime.fromtimestamp(state.created, timezone.utc)
     expires_at = date_of(created.replace(year=created.year + _YEARS_LOADED))
+    aliases = {full_name(name) for name in (*state.chat_names[1:], *state.embedding_names[1:])}
     entries = []
     for entry in await state.in_thread(_listed, state):
+        if entry["name"] in aliases:
+            continue
         embedder = state.embedder
         is_chat = any(full_name(name) == entry["name"] for name in (*state.chat_names, *state.adapter_names))
         owner = state.engine if is_chat or embedder is None else embedder

@@ -35,7 +35,7 @@ from llamapipe.server.requests.job import encode_stream
 from llamapipe.server.requests.kept import Kept, connect_to_store, resolve_references
 from llamapipe.server.requests.limits import CHAT_TOP, check_metadata, check_n_messages, check_top
 from llamapipe.server.requests.mcp_tools import McpTools, Wanted, mcp_of, plain_items, shown_tools
-from llamapipe.server.requests.media import PlacedPart
+from llamapipe.server.requests.media import PlacedPart, note_details
 from llamapipe.server.requests.sampling import Sampling
 from llamapipe.server.store.answers import Item
 from llamapipe.work.tenant import conversation
@@ -383,6 +383,7 @@ async def _opened(
     exchange.note_unused(request.unused(exchange.gate.store is not None, bool(mcp.wanted)))
     await note_unread(exchange, request.chat_template_kwargs)
     check_n_messages(exchange.server, request.input, "input")
+    note_details(exchange, request.input)
     kept = connect_to_store(exchange, stores, request.previous_response_id, request.conversation)
     if kept.is_stored:
         check_metadata(request.metadata)

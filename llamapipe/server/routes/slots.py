@@ -31,7 +31,7 @@ from llamapipe.cache_file import open_private
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent
-from llamapipe.server.requests.sampling import slot_name
+from llamapipe.server.requests.sampling import shown_slot, slot_name
 from llamapipe.server.routes.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
 
@@ -58,7 +58,7 @@ async def slot_action(exchange: Exchange) -> Response:
     folder = _folder(exchange)
     name, action = str(exchange.path_params["id"]), exchange.query_params.get("action")
     name = slot_name(name, "id")
-    shown = int(name) if name.isdigit() else name
+    shown = shown_slot(name)
     if action not in _ACTIONS:
         raise ApiError(400, f"action is {as_sent(action)}; it must be one of {', '.join(_ACTIONS)}", "action")
     request = await exchange.decode(_decoder) if exchange.raw else SlotRequest()

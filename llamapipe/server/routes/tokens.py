@@ -1,4 +1,4 @@
-"""Tokenizing over HTTP: ``/tokenize``, ``/detokenize``, ``/tokenizer_info`` and ``/apply-template``.
+"""Tokenizing over HTTP: ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``.
 
 ``/tokenize`` and ``/detokenize`` support two formats: llama-server's (``content``, ``tokens``) and vLLM's (``prompt``
 or ``messages``, ``count``).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -18,43 +18,56 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.logprobs import token_text
 from llamapipe.server.endpoint import Exchange, JsonResponse
-from llamapipe.server.errors import ApiError
+from llamapipe.server.errors import ApiError, as_sent
 from llamapipe.server.requests.generation import (
     about_conversation,
     check_template_args,
+    mixed_tokens,
     tokenize_chat,
     tokenized,
     with_default_args,
     with_system,
 )
-from llamapipe.server.requests.limits import check_n_messages, refuse_long_chat
+from llamapipe.server.requests.limits import check_n_messages, refuse_long
+from llamapipe.server.routes.chat import continued_part, engine_messages
 from llamapipe.server.state import ServerState
-from llamapipe.work.long_work import size_of
-
-_AS_TEXT = "/apply-template with add_generation_prompt: false writes the prompt; cut the end of its turn"
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /tokenize``: ``content`` is llama-server's field, ``prompt`` and ``messages`` are vLLM's."""
 
     model: str | None = None
-    content: str | None = None
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
+    content: str | list[int | str] | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
     # The rest of vLLM's fields, which its clients send with these values.
-    continue_final_message: Annotated[bool | None, Only(False, instead=_AS_TEXT)] = None
     chat_template: Annotated[
         str | None, Only(instead="the operator sets it: llamapipe serve --chat-template")
     ] = None
     mm_processor_kwargs: Annotated[Any, Unused({})] = None
+    media_io_kwargs: Annotated[Any, Unused({})] = None
+
+
+# The fields of each form, besides those of all.
+_FORMS: dict[str, tuple[str, ...]] = {
+    "content": ("add_special", "parse_special", "with_pieces"),
+    "prompt": ("add_special_tokens", "parse_special", "return_token_strs"),
+    "messages": ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+                 "return_token_strs"),
+}  # fmt: skip
+_NEUTRAL = {
+    "parse_special": True,
+    "add_special_tokens": False,
+}  # else false; these have no effect in other forms
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,16 +75,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     tokens: list[int]
     model: str | None = None
-
-
-class TemplateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /apply-template``."""
-
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _SIZE = 8  # the estimated characters of a token's entry in the answer
@@ -87,6 +90,7 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
     sources = [name for name in ("content", "prompt", "messages") if getattr(request, name) is not None]
     if len(sources) != 1:
         raise ApiError(400, "give one of content, prompt and messages", sources[1] if sources else "prompt")
+    _check_form(request, sources[0])
     check_n_messages(state, request.messages, "messages")
 
     def pieces(tokens: Sequence[int]) -> bytes:
@@ -107,26 +111,57 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
         )
 
     if request.content is not None:
-        tokens = await tokenized(state, request.content, request.add_special, request.parse_special)
+        tokens = await _content_tokens(state, request)
         if not request.with_pieces:
             return JsonResponse({"tokens": tokens})
         return JsonResponse(await _made(state, pieces, tokens))
     if request.messages is not None:
         check_functions(request.tools)
+        continued = continued_part(
+            request.messages, request.continue_final_message, request.add_generation_prompt
+        )
+        check_template_args(request.chat_template_kwargs or ())
+        args = await with_default_args(state, request.chat_template_kwargs)
+        sent = engine_messages(request.messages)
+        messages = with_system(state, sent)
+        adds_prompt = request.add_generation_prompt is not False
         try:
-            tokens = await tokenize_chat(
-                state,
-                request.messages,
-                request.tools,
-                request.add_generation_prompt,
-                request.chat_template_kwargs or {},
-            )
+            tokens = await tokenize_chat(state, messages, request.tools, adds_prompt, args, continued)
         except InvalidRequestError as e:
-            raise about_conversation(e, request.messages) from None
+            raise about_conversation(e, sent, n_added=len(messages) - len(sent)) from None
     else:
         assert request.prompt is not None
-        tokens = await tokenized(state, request.prompt, request.add_special_tokens, request.parse_special)
+        tokens = await tokenized(
+            state, request.prompt, request.add_special_tokens is not False, request.parse_special is not False
+        )
     return JsonResponse(await _made(state, counted, tokens))
+
+
+async def _content_tokens(state: ServerState, request: TokenizeRequest) -> list[int]:
+    content, special = request.content, (bool(request.add_special), request.parse_special is not False)
+    assert content is not None
+    if isinstance(content, str):
+        return await tokenized(state, content, *special)
+    n = sum(len(part) if isinstance(part, str) else 1 for part in content)
+    refuse_long(state, "text", n)
+    try:
+        return await state.in_thread(
+            mixed_tokens, state.engine.model.vocab, "content", content, *special, size=n
+        )
+    except ValueError as e:
+        raise ApiError(400, str(e), "content") from None
+
+
+def _check_form(request: TokenizeRequest, form: str) -> None:
+    """Raise ApiError 400 for a field of another form that asks for something."""
+    for name in dict.fromkeys(field for fields in _FORMS.values() for field in fields):
+        value = getattr(request, name)
+        if name in _FORMS[form] or value in (None, []) or value is _NEUTRAL.get(name, False):
+            continue
+        owner = " or ".join(other for other, fields in _FORMS.items() if name in fields)
+        raise ApiError(
+            400, f"{name} is {as_sent(value)}; it belongs to {owner}: leave it out with {form}", name
+        )
 
 
 async def _made(state: ServerState, make: Callable[[list[int]], T], tokens: list[int]) -> T:
@@ -181,30 +216,6 @@ async def tokenizer_info(exchange: Exchange) -> Response:
             "chat_template": model.chat_template,
         }
     )
-
-
-async def apply_template(exchange: Exchange, request: TemplateRequest) -> Response:
-    """``POST /apply-template``: returns the prompt of a chat request with these messages, as text."""
-    exchange.server.check_model(request.model)
-    check_template_args(request.chat_template_kwargs or {})
-    check_n_messages(exchange.server, request.messages, "messages")
-    check_functions(request.tools)
-    args = await with_default_args(exchange.server, request.chat_template_kwargs)
-    messages = with_system(exchange.server, request.messages)
-    render = partial(
-        exchange.server.engine.model.render_chat,
-        messages,
-        tools=request.tools,
-        add_generation_prompt=request.add_generation_prompt,
-        **args,
-    )
-    try:
-        refuse_long_chat(exchange.server, request.messages)
-        prompt = await exchange.server.in_thread(render, size=size_of(request.messages))
-    except InvalidRequestError as e:
-        n_added = len(messages) - len(request.messages)
-        raise about_conversation(e, request.messages, n_added=n_added) from None
-    return JsonResponse({"prompt": prompt})
 
 
 def _piece(piece: bytes) -> str | list[int]:

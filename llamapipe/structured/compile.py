@@ -12,7 +12,8 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import thread_time
 from types import MappingProxyType
 from typing import Any, Final
@@ -279,11 +280,33 @@ class _Compiler:
             if not start.is_error() or not (counts_items or _TOO_LARGE.search(message_of(start))):
                 break
         assert result is not None
+        if result.lark is not None:
+            result, start = self._without_empty(result, start)
         for warning in result.warnings[:_MAX_WARNINGS]:
             _log.warning("%s", warning)
         if len(result.warnings) > _MAX_WARNINGS:
             _log.warning("json_schema: %d more warnings of this kind", len(result.warnings) - _MAX_WARNINGS)
         return result, start
+
+    def _without_empty(self, result: _Written, start: Any) -> tuple[_Written, Any]:
+        """Leave out the parts for llguidance's compiler that allow nothing, because it refuses a grammar with one.
+
+        Returns the schema, and its matcher.
+        """
+        start = start or self._matcher(result.alone())
+        if not start.is_error() or _UNSATISFIABLE not in message_of(start):
+            return result, start
+        empty: dict[str, str] = {}
+        until_s = thread_time() + _MAX_SEARCH_S
+        for key, (pointer, part) in islice(result.grammar.plain.items(), _MAX_TRIED):
+            matcher = self._matcher(_bare_json_grammar(part))
+            if matcher.is_error() and _UNSATISFIABLE in (message := message_of(matcher)):
+                empty[key] = f"json_schema cannot be compiled at {pointer}: {_told(message)}"
+            if thread_time() > until_s:
+                break
+        grammar = SchemaGrammar(result.grammar.root, result.whitespace)
+        result = replace(result, grammar=grammar, lark=grammar.text(empty))
+        return result, self._matcher(result.alone())
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
         """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the rewritten schemas.
@@ -433,6 +456,7 @@ def _told(message: str) -> str:
     return message
 
 
+_UNSATISFIABLE = "Unsatisfiable schema"
 # Errors of llguidance about too many alternatives, or about combinations that it does not support.
 _TOO_LARGE = re.compile(
     "too large|stack level|Unable to determine|not disjoint|circular|grammar.symbols|only supported when all keys"

@@ -127,7 +127,8 @@ class Rules:
         firsts = [f"{name} {rest}::set_bit({i})" for i, name in enumerate(names)]
         self.add(f"{rest}::_", "\n  | ".join([end, *options]))
         self.add(f"{start}::_", "\n  | ".join([end, *firsts]))
-        self._recursive[key] = f"{start}::0x0"
+        # llguidance (1.9.1) fails if several recursive rules start a rule with a parameter, so one rule does.
+        self._recursive[key] = self.add(start.replace("first", "members"), f"{start}::0x0")
         return self._recursive[key]
 
     def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:

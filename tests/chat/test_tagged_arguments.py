@@ -289,6 +289,29 @@ def test_a_type_that_is_no_name_leaves_any_value(kinds: Any) -> None:
     assert properties == {"a": {}, "b": {"type": "string"}}
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3", "Gemma 4", "LFM 2.5", "Kimi K3"])
+def test_objects_that_hold_themselves(name: str) -> None:
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    ref = {"$ref": "#/$defs/T"}
+    tree = of(
+        {"v": {"type": "integer"}, "kids": {"type": "array", "items": ref}, "next": ref}, required=["v"]
+    )
+    tools = (Tool("get_weather", "", of({"t": ref}, **{"$defs": {"T": tree}})),)
+    tail = family.tail + "".join(family.think or ())
+    grammar = form.grammar(tools, "required", True, prompt_tail=tail)
+    assert grammar is not None
+    value = {"v": 1, "kids": [{"v": 2}, {"v": 3, "next": {"v": 4, "kids": [{"v": 5}]}}]}
+    for arguments, is_valid in (({"t": value}, True), ({"t": {**value, "next": {}}}, False)):
+        said = form.calls.written([("functions.get_weather:0", "get_weather", arguments)])
+        assert vocabulary.accepts(grammar, said) == is_valid
+        parser = form.parser(tools, "required", prompt_tail=tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
 def test_alternatives_that_references_multiply_are_bounded() -> None:
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
     parameters = of({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**twice, "d40": {"type": "string"}}})

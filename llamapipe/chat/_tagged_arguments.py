@@ -33,6 +33,7 @@ OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 # Keywords beside ``properties`` that may name further members.
 _WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
+_MOST_STEPS = 20  # references, and an ``allOf`` of one schema, from a schema to what it says
 _MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
 _MOST_LEVELS = 50  # of alternatives inside alternatives
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
@@ -112,7 +113,7 @@ class TaggedArguments:
 
         Raises InvalidRequestError for a missing target, a circle, and a value that is no schema or allows nothing.
         """
-        for _ in range(20):
+        for _ in range(_MOST_STEPS):
             if schema is True:
                 return {}
             if not isinstance(schema, dict):
@@ -135,7 +136,9 @@ class TaggedArguments:
             if not isinstance(definition, dict):
                 raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
             schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
-        raise InvalidRequestError("parameters: a reference refers to itself")
+        raise InvalidRequestError(
+            f"parameters: a reference refers to itself, or leads through more than {_MOST_STEPS} others or 'allOf'"
+        )
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of a part of the parameters with the definitions to which it may refer."""

@@ -338,7 +338,7 @@ class _Compiler:
             message = message.split("\n", maxsplit=1)[0]
         until_s = thread_time() + _MAX_SEARCH_S
         for n, (pointer, part) in enumerate(subschemas(schema)):
-            if n == _MAX_TRIED or thread_time() > until_s:
+            if message.startswith(_TOO_DEEP) or n == _MAX_TRIED or thread_time() > until_s:
                 break
             if not pointer.startswith(place) or pointer in grammar.hard:
                 continue
@@ -396,6 +396,7 @@ class _Written:
         return _json_grammar(self.grammar.root, self.whitespace) if self.lark is None else _grammar(self.lark)
 
 
+_TOO_DEEP = "recursion limit exceeded"
 # Patterns of llguidance's errors that do not name the fix, and our texts in their place.
 _TOLD: Final = (
     (
@@ -439,6 +440,10 @@ _TOLD: Final = (
         r"'minProperties' and 'maxProperties' need all 'properties' in 'required' here; leave the count out",
     ),
     (
+        rf"^{_TOO_DEEP}.*",
+        "it has more than 126 levels of objects and lists, llguidance's limit; move inner schemas to '$defs'",
+    ),
+    (
         r"^Unknown format: (.*)",
         r"'format' is \1 in a document that '$ref' names; copy what is needed into '$defs'",
     ),
@@ -471,7 +476,9 @@ def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_item
         lark = grammar.text() if grammar.is_needed else None
         return _Written(grammar, lark, whitespace, [*warnings, *more], plain == schema)
     except RecursionError:
-        raise InvalidRequestError("json_schema at #: it is nested too deeply") from None
+        raise InvalidRequestError(
+            "json_schema at #: it is nested too deeply for its keywords; move inner schemas to '$defs'"
+        ) from None
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:

@@ -35,6 +35,9 @@ _ABOUT_OTHERS = {
 }  # fmt: skip
 # Assertions of draft 3, which llguidance would ignore.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
+# The maximum nesting of objects and lists in schemas, messages and tools, as in a body for the server. Python allows
+# 1000 nested calls, and some functions need two per level.
+MAX_DEPTH = 256
 # Limits of keywords for which llguidance does not bound time and memory.
 MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with the square of the number
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
@@ -134,6 +137,22 @@ def steps_of(reference: str) -> list[str]:
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
 
 
+def check_depth(name: str, value: Any) -> None:
+    """Raise InvalidRequestError for a value with more than ``MAX_DEPTH`` levels of objects and lists."""
+    level = [value] if isinstance(value, (Mapping, list, tuple)) else []
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for part in level:
+            inner += part.values() if isinstance(part, Mapping) else part
+        # By id(), because a list may hold another one twice.
+        level = [*{id(part): part for part in inner if isinstance(part, (Mapping, list, tuple))}.values()]
+        if not level:
+            return
+    raise InvalidRequestError(
+        f"{name} nested too deeply: more than {MAX_DEPTH} levels of objects and lists; nest fewer"
+    )
+
+
 def json_type(value: object) -> str:
     """Return the JSON type of a decoded value; a number is "number"."""
     if isinstance(value, bool):
@@ -151,13 +170,18 @@ def schema_text(schema: Any) -> str:
             schema = json.loads(schema, parse_constant=_no_number)
         elif not isinstance(schema, (Mapping, bool)):
             raise TypeError(f"json_schema must be a dict, a bool or JSON text, not {type(schema).__name__}")
+        check_depth("json_schema is", schema)
         return json.dumps(schema, allow_nan=False, default=_plain)
     except json.JSONDecodeError as e:
         raise InvalidRequestError(
             f"json_schema is not valid JSON: {e.msg} at line {e.lineno} column {e.colno}"
         ) from None
     except RecursionError:
-        raise InvalidRequestError("json_schema is nested too deeply") from None
+        raise InvalidRequestError(
+            f"json_schema is nested too deeply: more than {MAX_DEPTH} levels of objects and lists; nest fewer"
+        ) from None
+    except InvalidRequestError:
+        raise
     except ValueError as e:  # NaN, a cycle, an integer of over 4,300 digits
         raise InvalidRequestError(f"json_schema cannot be read as JSON: {e}") from None
 

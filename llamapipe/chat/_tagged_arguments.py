@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
 
@@ -21,22 +21,51 @@ from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style
 from llamapipe.chat._reader import Malformed, TextBuffer
 from llamapipe.chat.results import decoded_json
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.schema import json_type, pointer_to, resolved
+from llamapipe.structured.schema import (
+    identity,
+    json_type,
+    pointer_to,
+    ref_stands_alone,
+    resolved,
+    with_nulls,
+)
 
 _DEEP = 40  # levels of a value that are compared with its schema
 _SHARED = ("$defs", "definitions")
 NOTES = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
-     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
+     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
+     "example", "externalDocs", "nullable", "xml"}
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 # Keywords beside ``properties`` that may name further members.
 _WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
+_MOST_TRIES = 1000  # of alternatives for the members of the values of one answer
 _MOST_STEPS = 20  # references, and an ``allOf`` of one schema, from a schema to what it says
 _MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
 _MOST_LEVELS = 50  # of alternatives inside alternatives
+# Keywords of which two schemas have one that means both, and how to find it.
+_BOTH: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum"), max),
+    **dict.fromkeys(("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum"), min),
+    "required": lambda first, second: [*dict.fromkeys((*first, *second))],
+    "uniqueItems": lambda first, second: first or second,
+}
+# Keywords that depend on each other: if both schemas have one of a group, one schema cannot say what both say.
+_GROUPS = (
+    {"properties", "additionalProperties", "patternProperties", "unevaluatedProperties"},
+    {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"},
+    {"if", "then", "else"},
+)
+_OF_OTHERS = {
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
+    "array": frozenset("items prefixItems minItems maxItems uniqueItems".split()),
+    "object": frozenset("properties required additionalProperties".split()),
+}
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
+
+_OF_TYPED = _OF_STRING.union(*_OF_OTHERS.values())
 
 
 class TaggedArguments:
@@ -45,7 +74,8 @@ class TaggedArguments:
     def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
         """Check the schemas. Raises InvalidRequestError for parameters that cannot be written separately."""
         self.form = form
-        self._root = parameters
+        self._root = parameters = with_nulls(parameters)
+        self._n_tries = 0
         whole = self.resolved(parameters)
         wrong = [key for key in whole if key not in OF_OBJECT]
         if wrong:
@@ -56,13 +86,11 @@ class TaggedArguments:
         properties = whole.get("properties", {})
         if not isinstance(properties, dict):
             raise InvalidRequestError("parameters: 'properties' must be an object")
-        self.properties: dict[str, dict[str, Any]] = {
-            name: self.resolved(member) for name, member in properties.items()
-        }
+        self.required = set(whole.get("required", ()))
+        self.properties: dict[str, dict[str, Any]] = self.members(properties, self.required)
         for name, member in self.properties.items():
             self._check(name, member)
         self.keys = tuple(self.properties)
-        self.required = set(whole.get("required", ()))
         unlisted = self.required - self.properties.keys()
         if unlisted:
             raise InvalidRequestError(
@@ -70,9 +98,30 @@ class TaggedArguments:
                 "as this model's calls need"
             )
         others = whole.get("additionalProperties")
-        self.is_open = not self.properties and others is not False
+        is_open = others is not False and (not properties or others is not None)
+        self.hidden = tuple(properties)  # names that no other argument may have
         self.open_schema = self.resolved(others) if isinstance(others, dict) else {}
         self._check("additionalProperties", self.open_schema)
+        self.is_open = is_open and bool(self.alternatives(self.open_schema))
+
+    def members(self, properties: dict[str, Any], required: set[str]) -> dict[str, dict[str, Any]]:
+        """Return the schemas of an object's members, without those that allow nothing.
+
+        Raises InvalidRequestError if a required member is one of these.
+        """
+        schemas = {
+            name: None if member is False else self.resolved(member) for name, member in properties.items()
+        }
+        for name, member in schemas.items():
+            if name in required and (member is None or not self.alternatives(member)):
+                raise InvalidRequestError(
+                    f"argument {quoted(name)} is required, but no value satisfies its schema"
+                )
+        return {
+            name: member
+            for name, member in schemas.items()
+            if member is not None and self.alternatives(member)
+        }
 
     def _check(self, name: str, schema: dict[str, Any]) -> None:
         """Raise InvalidRequestError for a schema that the text of an argument cannot express or enforce."""
@@ -81,7 +130,14 @@ class TaggedArguments:
         if form.style is Style.PYTHON or "string" not in self.types(schema):
             return
         for option in self.alternatives(schema):
-            wrong = [key for key in option if key not in _OF_STRING]
+            # Where strings are restricted, a text cannot also be tried as a value of another type.
+            is_typed = "type" in option and not option.keys() & {
+                "minLength",
+                "maxLength",
+                "pattern",
+                "format",
+            }
+            wrong = [key for key in option if key not in (_OF_TYPED if is_typed else _OF_STRING)]
             if (
                 wrong
                 and "string" in self.types(option)
@@ -126,7 +182,7 @@ class TaggedArguments:
             if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
                 inner = {} if one_of_all[0] is True else one_of_all[0]
                 others = {k: v for k, v in schema.items() if k != "allOf"}
-                schema = {**inner, **others} if isinstance(inner, dict) else inner
+                schema = _both(others, inner) if isinstance(inner, dict) else inner
                 continue
             target = schema.get("$ref")
             if not isinstance(target, str):
@@ -135,7 +191,10 @@ class TaggedArguments:
             definition = None if place is None else {} if place[1] is True else place[1]
             if not isinstance(definition, dict):
                 raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
-            schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
+            if ref_stands_alone(self._root):
+                schema = definition
+            else:
+                schema = _both({k: v for k, v in schema.items() if k != "$ref"}, definition)
         raise InvalidRequestError(
             f"parameters: a reference refers to itself, or leads through more than {_MOST_STEPS} others or 'allOf'"
         )
@@ -150,6 +209,8 @@ class TaggedArguments:
     ) -> list[dict[str, Any]]:
         """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself.
 
+        Each one also has the keywords beside ``anyOf``. Schemas that allow nothing are left out.
+
         ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``, and for
         too many alternatives: with references, a short schema may have millions.
         """
@@ -162,23 +223,27 @@ class TaggedArguments:
                         f"parameters: {quoted(key)} is nested in more than {_MOST_LEVELS} others; write it flat"
                     )
                 inside = around | {id(options)}
+                beside = {k: v for k, v in schema.items() if k != key and k not in NOTES}
                 others: list[dict[str, Any]] = []
                 for option in options:
-                    others += self.alternatives(self.resolved(option), inside)
+                    if option is not False:
+                        others += self.alternatives(_both(self.resolved(option), beside), inside)
                     if len(others) > _MOST_ALTERNATIVES:
                         raise InvalidRequestError(
                             f"parameters: {quoted(key)} has more than {_MOST_ALTERNATIVES} alternatives, with those "
                             "inside; list fewer"
                         )
                 return others
-        return [schema]
+        return [] if _allows_nothing(schema) else [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
         """Return the JSON types that a schema names or implies; "string", "any" and "null" if every type is allowed."""
         types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
-            if isinstance(named, str):
+            if named is None and isinstance(option.get("allOf"), list):
+                types |= self._types_of_all(option["allOf"])
+            elif isinstance(named, str):
                 types.add(named)
             elif isinstance(named, list):
                 types.update(named)
@@ -191,6 +256,21 @@ class TaggedArguments:
             else:
                 types.update(("string", "any", "null"))
         return types
+
+    def _types_of_all(self, parts: list[Any], depth: int = 0) -> set[str]:
+        """Return the types that all schemas of an ``allOf`` allow."""
+        common = {"string", "any", "null"}
+        for part in parts:
+            schema = self.resolved(part)
+            inner = schema.get("allOf")
+            if "type" not in schema and isinstance(inner, list):
+                types = self._types_of_all(inner, depth + 1) if depth < _MOST_LEVELS else {"any"}
+            else:
+                types = self.types(schema)
+            common = (
+                types if "any" in common else common if "any" in types else set(_common([*common], [*types]))
+            )
+        return common
 
     # ---- values
     def schema(self, key: str) -> dict[str, Any]:
@@ -294,6 +374,8 @@ class TaggedArguments:
 
         Models also put quotes around values other than strings, so a string is converted where none is allowed.
         """
+        if self._fits(schema, value):
+            return value
         if isinstance(value, str):
             try:
                 return value if "string" in self.types(schema) else self._read(schema, value)
@@ -324,10 +406,25 @@ class TaggedArguments:
 
     def shaped(self, schema: dict[str, Any], value: Any) -> Any:
         """Convert the text or members of a value in the style NESTED to the value. Raises ValueError as ``value``."""
-        for option in self.alternatives(schema):
+        options = self.alternatives(schema)
+        for option in options:
             for choice in choices(option) or ():
                 if self._node(choice) == value:
                     return choice
+        if len(options) > 1 and not isinstance(value, str):
+            for option in options:
+                self._n_tries += 1
+                if self._n_tries > _MOST_TRIES:
+                    break
+                try:
+                    result = self._shaped(option, value)
+                except ValueError:
+                    continue
+                if self._fits(option, result):
+                    return result
+        return self._shaped(schema, value)
+
+    def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
         if isinstance(value, str):
             if not value.strip() and "string" not in self.types(schema):
                 empty: dict[str, Any] = {"object": {}, "array": []}
@@ -386,6 +483,68 @@ class _Types(TaggedArguments):
         return {"type": kinds[0] if len(kinds) == 1 else kinds}
 
 
+def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema for the values that both schemas allow. The annotations of ``first`` win."""
+    both = {**second, **first}
+    if any(
+        group & first.keys() and group & second.keys()
+        for group in _GROUPS
+        if not _agree(group, first, second)
+    ):
+        return {"allOf": [first, second]}
+    for key in (first.keys() & second.keys()) - NOTES:
+        if _agree({key}, first, second):
+            continue
+        if key == "type":
+            both[key] = _common(_listed(first[key]), _listed(second[key]))
+        elif key == "enum" and isinstance(first[key], list) and isinstance(second[key], list):
+            known = {*map(identity, second[key])}
+            both[key] = [value for value in first[key] if identity(value) in known]
+        elif key in _BOTH and type(first[key]) is not bool and type(second[key]) is not bool:
+            both[key] = _BOTH[key](first[key], second[key])
+        else:
+            return {"allOf": [first, second]}
+    return both
+
+
+def _agree(keys: set[str], first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two schemas have equal values of these keywords."""
+    return all(
+        key in first
+        and key in second
+        and (first[key] is second[key] or identity(first[key]) == identity(second[key]))
+        for key in keys
+        if key in first or key in second
+    )
+
+
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _common(these: list[str], those: list[str]) -> list[str]:
+    """Return the types that both lists name. Integers are numbers."""
+    common = [name for name in these if name in those or (name == "integer" and "number" in those)]
+    return common + ["integer"] * ("integer" in those and "number" in these and "integer" not in common)
+
+
+def _allows_nothing(schema: dict[str, Any]) -> bool:
+    """Return whether a schema without alternatives certainly allows no value."""
+    if choices(schema) == [] or schema.get("type") == []:
+        return True
+    kinds = {"string": "Length", "array": "Items", "object": "Properties"}
+    kind = schema.get("type")
+    if isinstance(kind, list) and len(kind) == 1:
+        kind = kind[0]
+    if kind in ("integer", "number"):
+        least, most = schema.get("minimum"), schema.get("maximum")
+    elif isinstance(kind, str) and kind in kinds:
+        least, most = schema.get(f"min{kinds[kind]}"), schema.get(f"max{kinds[kind]}")
+    else:
+        return False
+    return isinstance(least, (int, float)) and isinstance(most, (int, float)) and least > most
+
+
 def _in_range(schema: dict[str, Any], value: float) -> bool:
     """Return whether a number is within a schema's bounds and a multiple of its ``multipleOf``."""
     step = schema.get("multipleOf")
@@ -439,15 +598,59 @@ _PYTHON = ("boolean", "null", "object", "array")
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the value of ``const``, or the values of ``enum`` that ``type`` allows; None if there is neither."""
-    if "const" in schema:
-        return [schema["const"]]
+    """Return the values of ``const`` or ``enum`` that the type, bounds and lengths beside it allow.
+
+    Returns None if there is neither, and for a schema with alternatives, which may each list some.
+    """
     values = schema.get("enum")
+    if any(isinstance(schema.get(key), list) for key in ("anyOf", "oneOf")):
+        return None
+    if "const" in schema:
+        is_other = isinstance(values, list) and identity(schema["const"]) not in map(identity, values)
+        values = [] if is_other else [schema["const"]]
     if not isinstance(values, list):
         return None
     named = schema.get("type")
     names = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else None
-    return values if names is None else [value for value in values if _is_of(value, names)]
+    return [value for value in values if (names is None or _is_of(value, names)) and _has_size(schema, value)]
+
+
+def listed(schema: dict[str, Any]) -> list[Any] | None:
+    """Return ``choices``. Raises InvalidRequestError if other keywords may exclude some of them."""
+    values = choices(schema)
+    if values is None:
+        return None
+    wrong: list[str] = [key for key in ("not", "allOf", "if") if key in schema]
+    if "pattern" in schema and any(isinstance(value, str) for value in values):
+        wrong.append("pattern")
+    if any(isinstance(value, (dict, list)) for value in values):
+        wrong += [key for group in _GROUPS for key in group if key in schema]
+    if wrong:
+        raise InvalidRequestError(
+            f"parameters: {quoted(wrong[0])} cannot be combined with 'enum' or 'const' in this model's calls; list "
+            "only the values that it allows"
+        )
+    return values
+
+
+def of_kind(schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the schema of the values of one type, without the keywords for other types."""
+    kind = "number" if kind == "integer" else kind
+    others = {keyword for other, group in _OF_OTHERS.items() if other != kind for keyword in group}
+    if kind != "string":
+        others |= {"minLength", "maxLength", "pattern", "format"}
+    return {key: value for key, value in schema.items() if key not in others}
+
+
+def _has_size(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a listed value has the length or the size that the schema allows."""
+    if isinstance(value, str):
+        return bool(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    bounds = {
+        key: bound for key, bound in schema.items() if not isinstance(bound, bool)
+    }  # draft 4 has booleans
+    return not is_number or _in_range(bounds, value)
 
 
 def _is_of(value: Any, names: set[str]) -> bool:
@@ -455,6 +658,6 @@ def _is_of(value: Any, names: set[str]) -> bool:
     return kind in names or (kind == "number" and "integer" in names and value == int(value))
 
 
-def as_text(value: Any) -> str:
+def as_text(value: Any, ensure_ascii: bool = True) -> str:
     """Return a string as it is, and any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=ensure_ascii)

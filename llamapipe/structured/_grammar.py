@@ -28,7 +28,6 @@ from llamapipe.structured._rewrite import (
     OF_TYPE,
     OF_TYPED,
     Node,
-    identity,
     listed_values,
     target,
 )
@@ -37,6 +36,7 @@ from llamapipe.structured.schema import (
     COUNTED,
     SPACE,
     WHITESPACE,
+    identity,
     json_type,
     pointer_to,
     resolved,

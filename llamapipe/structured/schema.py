@@ -33,6 +33,8 @@ _ABOUT_OTHERS = {
     "additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas",
     "dependencies",
 }  # fmt: skip
+# Keywords that OpenAPI 3.0 may combine with ``nullable``.
+_OTHER_PARTS = {"$ref", "allOf", "anyOf", "oneOf"}
 # Assertions of draft 3, which llguidance would ignore.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
 # The maximum nesting of objects and lists in schemas, messages and tools, as in a body for the server. Python allows
@@ -153,6 +155,19 @@ def check_depth(name: str, value: Any) -> None:
     )
 
 
+def identity(value: Any) -> str:
+    """Return a text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: plain(inner) for name, inner in part.items()}
+        if isinstance(part, list):
+            return [*map(plain, part)]
+        return int(part) if isinstance(part, float) and part.is_integer() else part
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
 def json_type(value: object) -> str:
     """Return the JSON type of a decoded value; a number is "number"."""
     if isinstance(value, bool):
@@ -231,6 +246,12 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
         is_open = lists and not part.keys() & _ABOUT_OTHERS
         if is_open and "/allOf/" not in pointer and id(part) not in are_parts and pointer not in named:
             part["additionalProperties"] = False
+            if not part.get("patternProperties"):  # a required member may be missing in the list
+                listed = part["properties"]
+                part["properties"] = {
+                    **listed,
+                    **{n: {} for n in part.get("required", ()) if n not in listed},
+                }
     return copy
 
 
@@ -268,6 +289,24 @@ def subschemas(
                     (pointer_to(f"{pointer}/{key}", name), member) for name, member in part[key].items()
                 ]
         waiting += reversed(inner)
+
+
+def with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema without OpenAPI 3.0's ``nullable``, a keyword that JSON Schema does not have.
+
+    Null becomes an additional type or alternative.
+    """
+    if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
+        return schema
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part in list(subschemas(copy, logic=True)):
+        if part.pop("nullable", False) is not True:
+            continue
+        if isinstance(part.get("type"), str):
+            part["type"] = [*{part["type"]: 0, "null": 0}]
+        elif "type" not in part and (moved := {key: part.pop(key) for key in _OTHER_PARTS & part.keys()}):
+            part["anyOf"] = [moved, {"type": "null"}]
+    return copy
 
 
 def _is_number(value: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from fractions import Fraction
 from typing import Any
 
@@ -39,10 +39,13 @@ NOTES = frozenset(
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_ANY_TYPE = frozenset({"string", "any", "null"})
 # Keywords beside ``properties`` that may name further members.
 _WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
+_MOST_KNOWN = 1000  # schemas whose alternatives are kept
 _MOST_TRIES = 1000  # of alternatives for the members of the values of one answer
 _MOST_STEPS = 20  # references, and an ``allOf`` of one schema, from a schema to what it says
+_MOST_COMPARED = 500  # values of two lists
 _MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
 _MOST_LEVELS = 50  # of alternatives inside alternatives
 # Keywords of which two schemas have one that means both, and how to find it.
@@ -76,6 +79,13 @@ class TaggedArguments:
         self.form = form
         self._root = parameters = with_nulls(parameters)
         self._n_tries = 0
+        # By the schema's id(); with the schema, so that no other object gets the same id.
+        self._targets: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._fitting: dict[
+            tuple[int, int], tuple[Any, bool]
+        ] = {}  # by the id() of the schema and of the value
+        self._options: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+        self._known_types: dict[int, tuple[Any, set[str]]] = {}
         whole = self.resolved(parameters)
         wrong = [key for key in whole if key not in OF_OBJECT]
         if wrong:
@@ -169,6 +179,15 @@ class TaggedArguments:
 
         Raises InvalidRequestError for a missing target, a circle, and a value that is no schema or allows nothing.
         """
+        if not isinstance(schema, dict) or not schema.keys() & {"$ref", "allOf"}:
+            return self._resolved(schema)
+        if id(schema) not in self._targets:
+            if len(self._targets) > _MOST_KNOWN:
+                self._targets.clear()
+            self._targets[id(schema)] = schema, self._resolved(schema)
+        return self._targets[id(schema)][1]
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
         for _ in range(_MOST_STEPS):
             if schema is True:
                 return {}
@@ -214,6 +233,15 @@ class TaggedArguments:
         ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``, and for
         too many alternatives: with references, a short schema may have millions.
         """
+        if around:
+            return self._alternatives(schema, around)
+        if id(schema) not in self._options:
+            if len(self._options) > _MOST_KNOWN:
+                self._options.clear()
+            self._options[id(schema)] = schema, self._alternatives(schema, around)
+        return self._options[id(schema)][1]
+
+    def _alternatives(self, schema: dict[str, Any], around: frozenset[int]) -> list[dict[str, Any]]:
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
                 if id(options) in around:
@@ -225,9 +253,12 @@ class TaggedArguments:
                 inside = around | {id(options)}
                 beside = {k: v for k, v in schema.items() if k != key and k not in NOTES}
                 others: list[dict[str, Any]] = []
+                seen: dict[int, dict[str, Any]] = {}  # many options may refer to the same large schema
                 for option in options:
-                    if option is not False:
-                        others += self.alternatives(_both(self.resolved(option), beside), inside)
+                    inner = None if option is False else self.resolved(option)
+                    if inner is not None and id(inner) not in seen:
+                        seen[id(inner)] = inner
+                        others += self.alternatives(_both(inner, beside), inside)
                     if len(others) > _MOST_ALTERNATIVES:
                         raise InvalidRequestError(
                             f"parameters: {quoted(key)} has more than {_MOST_ALTERNATIVES} alternatives, with those "
@@ -238,6 +269,15 @@ class TaggedArguments:
 
     def types(self, schema: dict[str, Any]) -> set[str]:
         """Return the JSON types that a schema names or implies; "string", "any" and "null" if every type is allowed."""
+        entry = self._known_types.get(id(schema))
+        if entry is None:
+            if len(self._known_types) > _MOST_KNOWN:
+                self._known_types.clear()
+            self._known_types[id(schema)] = schema, set(_ANY_TYPE)  # for a schema that contains itself
+            entry = self._known_types[id(schema)] = schema, self._types(schema)
+        return set(entry[1])
+
+    def _types(self, schema: dict[str, Any]) -> set[str]:
         types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
@@ -254,19 +294,26 @@ class TaggedArguments:
             elif "items" in option:
                 types.add("array")
             else:
-                types.update(("string", "any", "null"))
+                types |= _ANY_TYPE
         return types
 
-    def _types_of_all(self, parts: list[Any], depth: int = 0) -> set[str]:
+    def _types_of_all(self, parts: list[Any]) -> set[str]:
         """Return the types that all schemas of an ``allOf`` allow."""
-        common = {"string", "any", "null"}
-        for part in parts:
-            schema = self.resolved(part)
+        common = set(_ANY_TYPE)
+        seen: dict[int, dict[str, Any]] = {}
+        waiting = [*parts]
+        while waiting:
+            schema = self.resolved(waiting.pop())
+            if id(schema) in seen:
+                continue
+            if len(seen) > _MOST_LEVELS:
+                return set(_ANY_TYPE)
+            seen[id(schema)] = schema
             inner = schema.get("allOf")
             if "type" not in schema and isinstance(inner, list):
-                types = self._types_of_all(inner, depth + 1) if depth < _MOST_LEVELS else {"any"}
-            else:
-                types = self.types(schema)
+                waiting += inner
+                continue
+            types = self.types(schema)
             common = (
                 types if "any" in common else common if "any" in types else set(_common([*common], [*types]))
             )
@@ -335,10 +382,16 @@ class TaggedArguments:
 
     def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
         """Return whether a schema that also allows strings allows this value's type, members and size."""
-        try:
-            return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
-        except InvalidRequestError:  # a part allows nothing, or cannot be read
-            return False
+        if depth == 0:
+            self._fitting = {}
+        key = id(schema), id(value)
+        if key not in self._fitting:
+            try:
+                fits = any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
+            except InvalidRequestError:  # a part allows nothing, or cannot be read
+                fits = False
+            self._fitting[key] = schema, fits
+        return self._fitting[key][1]
 
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
         chosen = choices(schema)
@@ -453,6 +506,7 @@ def only_types(form: CallFormat, parameters: dict[str, Any]) -> dict[str, Any]:
     nothing is listed, because calls can contain only listed names.
     """
     anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
+    parameters = with_nulls(parameters)
     reader = _Types(form, parameters)
     try:
         whole = reader.resolved(parameters)
@@ -477,7 +531,7 @@ class _Types(TaggedArguments):
             types = self.types(self.resolved(member))
         except (InvalidRequestError, TypeError):  # TypeError: ``type`` lists an array or an object
             return {}
-        if not _JSON_TYPES.issuperset(types):  # also None, which some write for "null"
+        if not types or not _JSON_TYPES.issuperset(types):  # also None, which some write for "null"
             return {}
         kinds = sorted(types)
         return {"type": kinds[0] if len(kinds) == 1 else kinds}
@@ -485,6 +539,8 @@ class _Types(TaggedArguments):
 
 def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return a schema for the values that both schemas allow. The annotations of ``first`` win."""
+    if not first or not second:
+        return first or second
     both = {**second, **first}
     if any(
         group & first.keys() and group & second.keys()
@@ -497,7 +553,7 @@ def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
             continue
         if key == "type":
             both[key] = _common(_listed(first[key]), _listed(second[key]))
-        elif key == "enum" and isinstance(first[key], list) and isinstance(second[key], list):
+        elif key == "enum" and len(first[key]) + len(second[key]) <= _MOST_COMPARED:
             known = {*map(identity, second[key])}
             both[key] = [value for value in first[key] if identity(value) in known]
         elif key in _BOTH and type(first[key]) is not bool and type(second[key]) is not bool:
@@ -507,15 +563,17 @@ def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _agree(keys: set[str], first: dict[str, Any], second: dict[str, Any]) -> bool:
+def _agree(keys: Set[str], first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Return whether two schemas have equal values of these keywords."""
     return all(
-        key in first
-        and key in second
-        and (first[key] is second[key] or identity(first[key]) == identity(second[key]))
+        key in first and key in second and (first[key] is second[key] or _are_equal(first[key], second[key]))
         for key in keys
         if key in first or key in second
     )
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    return bool(first == second) and identity(first) == identity(second)  # True equals 1 in Python only
 
 
 def _listed(names: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from functools import cache
+from time import thread_time
 from typing import Any
 
 import jsonschema
@@ -162,3 +163,28 @@ def test_items_that_may_repeat_are_warned_of(caplog: pytest.LogCaptureFixture) -
         for _ in range(2):
             form_of("Gemma 4").grammar((Tool("f", "", of({"a": schema})),), "required", False, prompt_tail="")
     assert sum("'uniqueItems' is not enforced" in record.getMessage() for record in caplog.records) <= 1
+
+
+def test_time_does_not_grow_with_the_alternatives_of_each_level() -> None:
+    ref = {"$ref": "#/$defs/J", "title": "a value"}
+    objects = [of({"k": ref, name: {"type": "integer"}}) for name in "xyz"]
+    parameters = of({"a": {"anyOf": [ref, {"type": "string"}]}}, **{"$defs": {"J": {"anyOf": objects}}})
+    for name in ("Qwen3-Coder", "Gemma 4", "MiniMax M3"):
+        form, value = form_of(name), {"k": 1}
+        assert form.calls is not None
+        for _ in range(14):
+            value = {"k": value}  # type: ignore[dict-item]
+        said = form.calls.written([("1", "f", {"a": value})])
+        parser = form.parser((Tool("f", "", parameters),), "auto", prompt_tail=FAMILIES[name].tail)
+        began_s = thread_time()
+        parse_answer(parser, said)
+        assert thread_time() - began_s < 1, name
+
+
+def test_many_references_to_one_large_schema() -> None:
+    values = [f"v{i}" for i in range(5000)]
+    schema = {"enum": values, "anyOf": [{"$ref": "#/$defs/e"}] * 1900}
+    parameters = of({"a": schema}, **{"$defs": {"e": {"enum": [*values]}}})
+    began_s = thread_time()
+    grammar = form_of("Gemma 4").grammar((Tool("f", "", parameters),), "required", False, prompt_tail="")
+    assert grammar is not None and thread_time() - began_s < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from functools import cache
@@ -15,6 +16,8 @@ from support.chat_templates import parse_answer, renderer
 from support.guided import accepts
 
 import llamapipe as lp
+from llamapipe.chat._call_format import CallFormat, Style
+from llamapipe.chat._tagged_arguments import TaggedArguments, _both
 from llamapipe.chat.chat_format import ChatFormat
 from llamapipe.chat.tools import Tool
 from llamapipe.errors import InvalidRequestError
@@ -188,3 +191,73 @@ def test_many_references_to_one_large_schema() -> None:
     began_s = thread_time()
     grammar = form_of("Gemma 4").grammar((Tool("f", "", parameters),), "required", False, prompt_tail="")
     assert grammar is not None and thread_time() - began_s < 1
+
+
+_PARTS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": ["integer", "null"]},
+    {"type": ["number", "array"]},
+    {"type": "object"},
+    {"enum": [1, "a", True, None, {"a": 1}]},
+    {"enum": [True, "ab", [], 2]},
+    {"const": 1},
+    {"const": True},
+    {"minLength": 1, "maxLength": 1},
+    {"maxLength": 2, "title": "t"},
+    {"pattern": "a"},
+    {"pattern": "b"},
+    {"minimum": 1},
+    {"minimum": 2, "exclusiveMaximum": 3},
+    {"exclusiveMaximum": 2},
+    {"required": ["a"]},
+    {"required": ["b"], "properties": {"a": {"type": "integer"}}},
+    {"properties": {"b": {"const": 1}}},
+    {"additionalProperties": False, "properties": {"a": {}}},
+    {"additionalProperties": {"type": "integer"}},
+    {"items": {"type": "integer"}, "minItems": 1},
+    {"prefixItems": [{"const": 1}], "maxItems": 2},
+    {"anyOf": [{"type": "integer"}, {"minLength": 2}]},
+    {"anyOf": [{"required": ["a"]}, {"type": "array"}]},
+    {"oneOf": [{"minimum": 2}, {"type": "array"}]},
+    {"not": {"const": 1}},
+    {"if": {"type": "integer"}, "then": {"minimum": 2}},
+    {"if": {"type": "string"}, "else": {"type": "object"}},
+]
+_VALUES: list[Any] = [
+    "",
+    "a",
+    "ab",
+    "b",
+    0,
+    1,
+    2,
+    2.5,
+    True,
+    None,
+    [],
+    [1],
+    [2, 1],
+    ["a"],
+    {},
+    {"a": 1},
+    {"a": "a"},
+]
+_VALUES += [{"b": 1}, {"a": 1, "b": 1}, {"b": "a", "c": 1}]
+
+
+def test_two_schemas_as_one() -> None:
+    """What both allow, for every pair and some triples; also for the alternatives of a schema with others beside."""
+    validators = [jsonschema.Draft202012Validator(part) for part in _PARTS]
+    valid = [[validator.is_valid(value) for value in _VALUES] for validator in validators]
+    arguments = TaggedArguments(CallFormat(Style.TAGGED), {})
+    for i, j in itertools.product(range(len(_PARTS)), repeat=2):
+        k = (i + 5 * j) % len(_PARTS)
+        both = _both(_both(_PARTS[i], _PARTS[j]), _PARTS[k])
+        options = arguments.alternatives(both)
+        either = [jsonschema.Draft202012Validator(option) for option in options]
+        whole = jsonschema.Draft202012Validator(both)
+        for n, value in enumerate(_VALUES):
+            expected = valid[i][n] and valid[j][n] and valid[k][n]
+            assert whole.is_valid(value) == expected, (_PARTS[i], _PARTS[j], _PARTS[k], value)
+            if "oneOf" not in json.dumps(both):
+                assert any(option.is_valid(value) for option in either) == expected, (both, options, value)

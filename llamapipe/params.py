@@ -17,7 +17,7 @@ from llamapipe._messages import did_you_mean, explains_fields, quoted
 from llamapipe._sampling_table import BY_NAME, CONSTRAINTS, OPTIONS, SAMPLER_ORDER, SWITCHES, Kind
 from llamapipe.arguments import FrozenDict, check_flag, check_float, check_int
 from llamapipe.llama.adapter import Adapter, ControlVector, check_choice_of_adapter
-from llamapipe.structured.schema import WHITESPACE, closed_objects
+from llamapipe.structured.schema import WHITESPACE, check_depth, closed_objects
 
 _INT32_MAX = 2**31 - 1
 _MOST_CHARACTERS = 2**17  # limit for all texts of one option together
@@ -248,6 +248,7 @@ class SamplingParams:
                 "json_schema must be a dict, JSON text, or a class with model_json_schema(), "
                 f"not {type(schema).__name__}"
             )
+        check_depth("json_schema is", schema)
         try:
             self._set("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)))
         except (TypeError, ValueError, RecursionError) as e:

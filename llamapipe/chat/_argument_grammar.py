@@ -8,19 +8,23 @@ point. ``Style`` lists the styles: TAGGED, PYTHON, QUOTED and NESTED. The format
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from llamapipe._messages import quoted
 from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style, python_text, segments
 from llamapipe.chat._lark import ANY, GAP, NOTHING, SPACES, WHITE, Literals, Rules, json_value, regex_text
-from llamapipe.chat._tagged_arguments import NOTES, OF_OBJECT, TaggedArguments, as_text, choices
+from llamapipe.chat._tagged_arguments import NOTES, OF_OBJECT, TaggedArguments, as_text, listed, of_kind
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.formats import FORMATS
 from llamapipe.structured.patterns import as_lark, translated
 from llamapipe.structured.schema import json_type
 
 _MOST_NAME_CHARS = 64  # of a name that no schema lists
+_NO_PYTHON = {"allOf", "not", "if", "enum", "const", "$dynamicRef", "$recursiveRef"}
 _KINDS = ("number", "boolean", "null", "array", "object")
 _OF_ARRAY = NOTES | {"type", "items", "prefixItems", "minItems", "maxItems", "uniqueItems"}
 
@@ -31,7 +35,7 @@ def argument_grammar(arguments: TaggedArguments, literals: Literals, rules: Rule
     style = arguments.form.style
     join = f'"," {SPACES}' if style in (Style.PYTHON, Style.QUOTED) else ""
     others = arguments.open_schema if arguments.is_open else None
-    members = writer.members(arguments.properties, arguments.required, others, join)
+    members = writer.members(arguments.properties, arguments.required, others, join, arguments.hidden)
     if not join:
         return members
     start, end = ("(", ")") if style is Style.PYTHON else ("{", "}")
@@ -52,21 +56,40 @@ class _ArgumentWriter:
         required: set[str],
         others: dict[str, Any] | None,
         join: str,
+        hidden: Sequence[str] = (),
     ) -> str:
-        """Write the listed members in any order. Without listed members, write any number of ``others``.
+        """Write the listed members in any order, and any number of ``others``.
 
-        If ``others`` is None, there are no other members.
+        If ``others`` is None, there are no other members. ``hidden``: names that none of the others may have.
         """
+        before, self._any_name = (
+            self._any_name,
+            self._other_name(hidden) if others is not None else self._any_name,
+        )
+        member = None if others is None else self.member(None, others)
+        self._any_name = before
         if properties:
-            members = [(name in required, self.member(name, schema)) for name, schema in properties.items()]
-            return self._rules.in_any_order(members, join)
-        if others is None:
+            is_open = others is not None
+            members = [
+                (name in required, self.member(name, schema, is_open)) for name, schema in properties.items()
+            ]
+            return self._rules.in_any_order(members, join, member)
+        if member is None:
             return ""
-        member = self.member(None, others)
         return f"({member} ({join} {member})*)?" if join else f"({member})*"
 
-    def member(self, name: str | None, schema: dict[str, Any]) -> str:
-        """Write an argument, or a member of an object. If ``name`` is None, any name is allowed."""
+    def _other_name(self, hidden: Sequence[str]) -> str:
+        """Return a terminal for the names that are not in ``hidden``."""
+        any_name = _any_name(self._form)
+        if not hidden:
+            return any_name
+        return self._rules.terminal(f"{any_name} & ~({' | '.join(map(json.dumps, hidden))})")
+
+    def member(self, name: str | None, schema: dict[str, Any], is_open: bool = False) -> str:
+        """Write an argument, or a member of an object. If ``name`` is None, any name is allowed.
+
+        ``is_open``: there are also members with any name, so that the name must be a terminal.
+        """
         form, text = self._form, self._literals
         if name is not None:
             self._arguments.check_name(name)
@@ -78,12 +101,18 @@ class _ArgumentWriter:
         if form.style is Style.NESTED:
             if name is None:
                 key = f"{text.text(form.key_start)} {self._any_name} {text.text(form.key_end)}"
+                if schema.keys() - NOTES:
+                    value = self._deep(schema, form.value_end)
+                    return f"{key} {value} {_any_name(form)} {text.text(form.value_close)}"
                 return f"{key} {self._any_nested()}"
-            start = text.text(form.key_start + name + form.key_end)
+            # As one text, the lexer would prefer it to a member of any name with the same beginning.
+            start = f"{text.text(form.key_start)} {json.dumps(name)} {text.text(form.key_end)}"
             return f"{start} {self._deep(schema, form.value_end + name + form.value_close)}"
         key = (
             f"{text.text(form.key_start)} {self._any_name}"
             if name is None
+            else f"{text.text(form.key_start)} {json.dumps(name)}"
+            if is_open
             else text.text(form.key_start + name)
         )
         return f"{key} {self._tagged(schema)} {_between_tags(form)}"
@@ -94,10 +123,11 @@ class _ArgumentWriter:
         form, text = self._form, self._literals
         end = form.value_end.rstrip()
         options: dict[str, list[str]] = {}  # values by the text between key and value
-        chosen = choices(schema)
+        chosen = listed(schema)
         if chosen is not None:
             for value in chosen:
-                option = f"({text.text(as_text(value)) or NOTHING}) {text.text(end)}"
+                texts = dict.fromkeys((as_text(value), as_text(value, ensure_ascii=False)))
+                option = f"({' | '.join(text.text(each) or NOTHING for each in texts)}) {text.text(end)}"
                 options.setdefault(form.key_end_of(json_type(value)), []).append(option)
         else:
             types = self._arguments.types(schema)
@@ -127,12 +157,11 @@ class _ArgumentWriter:
             allowed = kinds if "any" in named else (named & kinds)
             if "number" in kinds and "integer" in named:
                 allowed = allowed | {"integer"}
-            for kind in sorted(allowed):
-                chosen = choices(option)
-                restricted = {**option, "type": kind}
-                if chosen is not None:
-                    restricted = {"enum": [value for value in chosen if json_type(value) == kind]}
-                elements.append(json_value(arguments.with_shared(restricted)))
+            if (chosen := listed(option)) is not None:
+                values = [value for value in chosen if json_type(value) in allowed]
+                elements += [json_value({"enum": values})] if values else []
+            elif allowed:
+                elements.append(json_value(arguments.with_shared({**option, "type": sorted(allowed)})))
         return elements
 
     def _string(self, schema: dict[str, Any], end: str) -> str:
@@ -172,13 +201,15 @@ class _ArgumentWriter:
     def _python(self, schema: dict[str, Any]) -> str:
         """Write a value as JSON; also allow strings and constants as Python writes them."""
         arguments = self._arguments
-        chosen = choices(schema)
+        chosen = listed(schema)
         if chosen is not None:
             texts = [text for value in chosen for text in _python_texts(value)]
             return f"({' | '.join(map(json.dumps, dict.fromkeys(texts)))})"
-        types = arguments.types(schema)
+        # Only json_value enforces the other keywords.
+        plain = [option for option in arguments.alternatives(schema) if not option.keys() & _NO_PYTHON]
+        types = {kind for option in plain for kind in arguments.types(option)}
         options = [json_value(arguments.with_shared(schema))]
-        if self._is_free(schema):
+        if any(_is_free(option) and "string" in arguments.types(option) for option in plain):
             options.append(r"/'([^'\\\n\r]|\\[\\'\"nrt])*'/")
         if types & {"boolean", "any"}:
             options += ['"True"', '"False"']
@@ -198,30 +229,31 @@ class _ArgumentWriter:
         nested = form.style is Style.NESTED
         types = arguments.types(schema)
         options: list[str] = []
-        if "any" in types and choices(schema) is None:
+        if "any" in types and listed(schema) is None:
             if nested:
                 return f"{self._string({}, end)} | {self._any_members()} {closed}"
             return f"{self._any()} {closed}"
-        if "string" in types and nested and choices(schema) is None:
+        if "string" in types and nested and listed(schema) is None:
             options.append(self._string(schema, end))
         for option in arguments.alternatives(schema):
-            chosen = choices(option)
+            chosen = listed(option)
             if chosen is not None:
-                written = form.nested_text if nested else form.quoted_text
-                texts = [self._literals.text(written(value)) or NOTHING for value in chosen]
+                texts = [self._listed(value) or NOTHING for value in chosen]
                 options.append(f"({' | '.join(texts)}) {closed}")
                 continue
-            for kind in sorted(arguments.types(option)):
+            kinds = arguments.types(option)
+            scalars = sorted(kinds - {"string", "array", "object"})
+            for kind in [*sorted(kinds.difference(scalars)), *scalars[:1]]:
                 if kind == "string":
                     if not nested:
                         start = self._literals.text(form.quote)
                         options.append(f"{start} {self._string({**option, 'type': 'string'}, form.quote)}")
                 elif kind == "array":
-                    options.append(f"{self._array(option)} {closed}")
+                    options.append(f"{self._array(of_kind(option, kind))} {closed}")
                 elif kind == "object":
-                    options.append(f"{self._object(option)} {closed}")
+                    options.append(f"{self._object(of_kind(option, kind))} {closed}")
                 elif not (nested and self._is_free(schema)):
-                    value = json_value(arguments.with_shared({**option, "type": kind}))
+                    value = json_value(arguments.with_shared({**option, "type": scalars}))
                     quote = self._literals.text(form.quote)
                     # Some templates write numbers between the marks of strings.
                     if quote:
@@ -231,6 +263,29 @@ class _ArgumentWriter:
                         options.append(f"{value} {closed}")
         return " | ".join(options)
 
+    def _listed(self, value: Any) -> str:
+        """Write a listed value in the style QUOTED or NESTED by parts, as other values are written.
+
+        As one text, the lexer would prefer it to an alternative with the same beginning.
+        """
+        form, text = self._form, self._literals
+        if form.style is Style.NESTED and isinstance(value, (dict, list)):
+            pairs = value.items() if isinstance(value, dict) else ((form.item, item) for item in value)
+            return " ".join(
+                f"{text.text(form.key_start)} {json.dumps(key)} {text.text(form.key_end)} {self._listed(item)} "
+                f"{text.text(form.value_end + key + form.value_close)}"
+                for key, item in pairs
+            )
+        if form.style is Style.NESTED:
+            return text.text(form.nested_text(value))
+        join = f' "," {SPACES} '
+        if isinstance(value, list):
+            return f'"[" {join.join(map(self._listed, value))} "]"'
+        if isinstance(value, dict):
+            members = (f'{json.dumps(key)} ":" {self._listed(item)}' for key, item in value.items())
+            return f'"{{" {join.join(members)} "}}"'
+        return text.text(form.quoted_text(value))
+
     def _array(self, schema: dict[str, Any]) -> str:
         arguments, form = self._arguments, self._form
         _refuse_others(schema, _OF_ARRAY)
@@ -239,14 +294,25 @@ class _ArgumentWriter:
             return json_value(arguments.with_shared({**schema, "type": "array"}))
 
         def item(of: Any) -> str:
-            resolved = arguments.resolved(of)
+            resolved = {} if of is False else arguments.resolved(of)
+            if of is False or not arguments.alternatives(resolved):
+                return ""
             return self.member(form.item, resolved) if nested else self._deep(resolved, "")
 
+        if schema.get("uniqueItems"):
+            _warn_once(
+                "'uniqueItems' is not enforced in this model's calls; look for repeated items in arguments"
+            )
         first = [item(item_schema) for item_schema in schema.get("prefixItems", ())]
-        others = schema.get("items", True)
-        rest = "" if others is False else item(others)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if "" in first:  # no item can be in this place
+            first = first[: first.index("")]
+            most = len(first) if most is None else min(most, len(first))
+        rest = item(schema.get("items", True))
+        if least > (len(first) if not rest else least) or (most is not None and least > most):
+            raise InvalidRequestError(f"parameters: no array has {least} items; the schema allows fewer")
         join = "" if nested else f'"," {SPACES}'
-        inner = _sequence(first, rest, schema.get("minItems", 0), schema.get("maxItems"), join)
+        inner = _sequence(first, rest, least, most, join)
         return inner or NOTHING if nested else f'"[" {inner} "]"'
 
     def _object(self, schema: dict[str, Any]) -> str:
@@ -257,12 +323,13 @@ class _ArgumentWriter:
             return json_value(arguments.with_shared({**schema, "type": "object"}))
         join = "" if nested else f'"," {SPACES}'
         others = schema.get("additionalProperties", True)
-        inner = self.members(
-            {name: arguments.resolved(member) for name, member in schema.get("properties", {}).items()},
-            set(schema.get("required", ())),
-            None if others is False or schema.get("properties") else arguments.resolved(others),
-            join,
-        )
+        required = dict.fromkeys(schema.get("required", ()))
+        properties = {**dict.fromkeys(required, others), **schema.get("properties", {})}
+        open_schema = None if others is False else arguments.resolved(others)
+        if open_schema is not None and not arguments.alternatives(open_schema):
+            open_schema = None
+        members = arguments.members(properties, set(required))
+        inner = self.members(members, set(required), open_schema, join, tuple(properties))
         return inner or NOTHING if nested else f'"{{" {inner} "}}"'
 
     def _any(self) -> str:
@@ -310,6 +377,12 @@ def _any_name(form: CallFormat) -> str:
     return f"/[{first}]([{inner}]{{0,{_MOST_NAME_CHARS - 2}}}[{last}])?/"
 
 
+@lru_cache(64)
+def _warn_once(message: str) -> None:
+    """Log a warning, but not for each answer."""
+    logging.getLogger("llamapipe").warning("tools: %s", message)
+
+
 def _refuse_others(schema: dict[str, Any], known: frozenset[str]) -> None:
     wrong = [key for key in schema if key not in known]
     if wrong:
@@ -343,7 +416,7 @@ def _strings(arguments: TaggedArguments, schema: dict[str, Any], with_null: bool
     """Return terms of a terminal for the strings that each alternative of a schema allows; with ``with_null``, null."""
     terms = ['"null"'] if with_null and "null" in arguments.types(schema) else []
     for option in arguments.alternatives(schema):
-        chosen = choices(option)
+        chosen = listed(option)
         if chosen is not None:
             terms += [json.dumps(text) for text in chosen if isinstance(text, str)]
         elif "string" in arguments.types(option):

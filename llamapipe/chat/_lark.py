@@ -102,19 +102,20 @@ class Rules:
             self.add(name, body(name))
         return self._recursive[key]
 
-    def in_any_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
+    def in_any_order(self, members: Sequence[tuple[bool, str]], join: str, other: str | None = None) -> str:
         """Return the elements that match members in any order, each at most once, with ``join`` between them.
 
         A member is a pair: whether it is required, and its elements. More than 64 members keep their given order.
+        ``other``: a member that may come any number of times, after the other ones if they are too many.
         """
         ordered = sorted(members, key=lambda member: not member[0])
         names = [self.named("member", body) for _, body in ordered]
         n_required = sum(required for required, _ in ordered)
-        if len(names) <= 1:
+        if len(names) <= 1 and other is None:
             return "" if not names else names[0] if n_required else f"({names[0]})?"
         if len(names) > _MOST_BITS:
-            return self._in_order(members, join)
-        key = (tuple(names), n_required, join)
+            return self._in_order(members, join, other)
+        key = (tuple(names), n_required, join, other)
         if key in self._recursive:
             return self._recursive[key]
         # The rule's parameter has a bit for each member. The bit is set once the member has been written.
@@ -125,17 +126,24 @@ class Rules:
             f"{join} {name} {rest}::set_bit({i}) %if bit_clear({i})".strip() for i, name in enumerate(names)
         ]
         firsts = [f"{name} {rest}::set_bit({i})" for i, name in enumerate(names)]
+        if other is not None:
+            more = self.named("member", other)
+            options.append(f"{join} {more} {rest}::_".strip())
+            firsts.append(f"{more} {rest}::_")
         self.add(f"{rest}::_", "\n  | ".join([end, *options]))
         self.add(f"{start}::_", "\n  | ".join([end, *firsts]))
-        self._recursive[key] = f"{start}::0x0"
+        # llguidance (1.9.1) fails if several recursive rules start a rule with a parameter, so one rule does.
+        self._recursive[key] = self.add(start.replace("first", "members"), f"{start}::0x0")
         return self._recursive[key]
 
-    def _in_order(self, members: Sequence[tuple[bool, str]], join: str) -> str:
+    def _in_order(self, members: Sequence[tuple[bool, str]], join: str, other: str | None = None) -> str:
         """Return elements for members in a fixed order, because they are too many for ``in_any_order``."""
         if not join:
-            return " ".join(body if required else f"({body})?" for required, body in members)
-        after = ""  # the elements of the members that follow
-        whole = NOTHING
+            parts = [body if required else f"({body})?" for required, body in members]
+            return " ".join(parts if other is None else [*parts, f"({other})*"])
+        # The elements of the members that follow, and the elements if none has come before.
+        after = "" if other is None else f"({join} {other})*"
+        whole = NOTHING if other is None else f"({other} ({join} {other})*)?"
         for i in range(len(members) - 1, -1, -1):
             required, body = members[i]
             name = self.named("member", body)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Set
 from fractions import Fraction
 from typing import Any
 
@@ -21,21 +21,54 @@ from llamapipe.chat._call_format import CDATA, CDATA_END, CallFormat, Style
 from llamapipe.chat._reader import Malformed, TextBuffer
 from llamapipe.chat.results import decoded_json
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured.schema import json_type, pointer_to, resolved
+from llamapipe.structured.schema import (
+    identity,
+    json_type,
+    pointer_to,
+    ref_stands_alone,
+    resolved,
+    with_nulls,
+)
 
 _DEEP = 40  # levels of a value that are compared with its schema
 _SHARED = ("$defs", "definitions")
 NOTES = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
-     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema"}
+     "readOnly", "writeOnly", "strict", "contentEncoding", "contentMediaType", "contentSchema", "discriminator",
+     "example", "externalDocs", "nullable", "xml"}
 )  # fmt: skip
 OF_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties"}
 _JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_ANY_TYPE = frozenset({"string", "any", "null"})
 # Keywords beside ``properties`` that may name further members.
 _WITH_NAMES = frozenset("allOf anyOf oneOf if patternProperties dependentSchemas dependencies".split())
+_MOST_KNOWN = 1000  # schemas whose alternatives are kept
+_MOST_TRIES = 1000  # of alternatives for the members of the values of one answer
+_MOST_STEPS = 20  # references, and an ``allOf`` of one schema, from a schema to what it says
+_MOST_COMPARED = 500  # values of two lists
 _MOST_ALTERNATIVES = 2000  # of a schema, nested ones included
 _MOST_LEVELS = 50  # of alternatives inside alternatives
+# Keywords of which two schemas have one that means both, and how to find it.
+_BOTH: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum"), max),
+    **dict.fromkeys(("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum"), min),
+    "required": lambda first, second: [*dict.fromkeys((*first, *second))],
+    "uniqueItems": lambda first, second: first or second,
+}
+# Keywords that depend on each other: if both schemas have one of a group, one schema cannot say what both say.
+_GROUPS = (
+    {"properties", "additionalProperties", "patternProperties", "unevaluatedProperties"},
+    {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"},
+    {"if", "then", "else"},
+)
+_OF_OTHERS = {
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
+    "array": frozenset("items prefixItems minItems maxItems uniqueItems".split()),
+    "object": frozenset("properties required additionalProperties".split()),
+}
 _OF_STRING = NOTES | set("type enum const minLength maxLength pattern format anyOf oneOf".split())
+
+_OF_TYPED = _OF_STRING.union(*_OF_OTHERS.values())
 
 
 class TaggedArguments:
@@ -44,7 +77,15 @@ class TaggedArguments:
     def __init__(self, form: CallFormat, parameters: dict[str, Any]) -> None:
         """Check the schemas. Raises InvalidRequestError for parameters that cannot be written separately."""
         self.form = form
-        self._root = parameters
+        self._root = parameters = with_nulls(parameters)
+        self._n_tries = 0
+        # By the schema's id(); with the schema, so that no other object gets the same id.
+        self._targets: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._fitting: dict[
+            tuple[int, int], tuple[Any, bool]
+        ] = {}  # by the id() of the schema and of the value
+        self._options: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+        self._known_types: dict[int, tuple[Any, set[str]]] = {}
         whole = self.resolved(parameters)
         wrong = [key for key in whole if key not in OF_OBJECT]
         if wrong:
@@ -55,13 +96,11 @@ class TaggedArguments:
         properties = whole.get("properties", {})
         if not isinstance(properties, dict):
             raise InvalidRequestError("parameters: 'properties' must be an object")
-        self.properties: dict[str, dict[str, Any]] = {
-            name: self.resolved(member) for name, member in properties.items()
-        }
+        self.required = set(whole.get("required", ()))
+        self.properties: dict[str, dict[str, Any]] = self.members(properties, self.required)
         for name, member in self.properties.items():
             self._check(name, member)
         self.keys = tuple(self.properties)
-        self.required = set(whole.get("required", ()))
         unlisted = self.required - self.properties.keys()
         if unlisted:
             raise InvalidRequestError(
@@ -69,9 +108,30 @@ class TaggedArguments:
                 "as this model's calls need"
             )
         others = whole.get("additionalProperties")
-        self.is_open = not self.properties and others is not False
+        is_open = others is not False and (not properties or others is not None)
+        self.hidden = tuple(properties)  # names that no other argument may have
         self.open_schema = self.resolved(others) if isinstance(others, dict) else {}
         self._check("additionalProperties", self.open_schema)
+        self.is_open = is_open and bool(self.alternatives(self.open_schema))
+
+    def members(self, properties: dict[str, Any], required: set[str]) -> dict[str, dict[str, Any]]:
+        """Return the schemas of an object's members, without those that allow nothing.
+
+        Raises InvalidRequestError if a required member is one of these.
+        """
+        schemas = {
+            name: None if member is False else self.resolved(member) for name, member in properties.items()
+        }
+        for name, member in schemas.items():
+            if name in required and (member is None or not self.alternatives(member)):
+                raise InvalidRequestError(
+                    f"argument {quoted(name)} is required, but no value satisfies its schema"
+                )
+        return {
+            name: member
+            for name, member in schemas.items()
+            if member is not None and self.alternatives(member)
+        }
 
     def _check(self, name: str, schema: dict[str, Any]) -> None:
         """Raise InvalidRequestError for a schema that the text of an argument cannot express or enforce."""
@@ -80,7 +140,14 @@ class TaggedArguments:
         if form.style is Style.PYTHON or "string" not in self.types(schema):
             return
         for option in self.alternatives(schema):
-            wrong = [key for key in option if key not in _OF_STRING]
+            # Where strings are restricted, a text cannot also be tried as a value of another type.
+            is_typed = "type" in option and not option.keys() & {
+                "minLength",
+                "maxLength",
+                "pattern",
+                "format",
+            }
+            wrong = [key for key in option if key not in (_OF_TYPED if is_typed else _OF_STRING)]
             if (
                 wrong
                 and "string" in self.types(option)
@@ -112,7 +179,16 @@ class TaggedArguments:
 
         Raises InvalidRequestError for a missing target, a circle, and a value that is no schema or allows nothing.
         """
-        for _ in range(20):
+        if not isinstance(schema, dict) or not schema.keys() & {"$ref", "allOf"}:
+            return self._resolved(schema)
+        if id(schema) not in self._targets:
+            if len(self._targets) > _MOST_KNOWN:
+                self._targets.clear()
+            self._targets[id(schema)] = schema, self._resolved(schema)
+        return self._targets[id(schema)][1]
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        for _ in range(_MOST_STEPS):
             if schema is True:
                 return {}
             if not isinstance(schema, dict):
@@ -125,7 +201,7 @@ class TaggedArguments:
             if isinstance(one_of_all, list) and len(one_of_all) == 1 and "$ref" not in schema:
                 inner = {} if one_of_all[0] is True else one_of_all[0]
                 others = {k: v for k, v in schema.items() if k != "allOf"}
-                schema = {**inner, **others} if isinstance(inner, dict) else inner
+                schema = _both(others, inner) if isinstance(inner, dict) else inner
                 continue
             target = schema.get("$ref")
             if not isinstance(target, str):
@@ -134,8 +210,13 @@ class TaggedArguments:
             definition = None if place is None else {} if place[1] is True else place[1]
             if not isinstance(definition, dict):
                 raise InvalidRequestError(f"parameters: there is no schema at the reference {quoted(target)}")
-            schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
-        raise InvalidRequestError("parameters: a reference refers to itself")
+            if ref_stands_alone(self._root):
+                schema = definition
+            else:
+                schema = _both({k: v for k, v in schema.items() if k != "$ref"}, definition)
+        raise InvalidRequestError(
+            f"parameters: a reference refers to itself, or leads through more than {_MOST_STEPS} others or 'allOf'"
+        )
 
     def with_shared(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the schema of a part of the parameters with the definitions to which it may refer."""
@@ -147,9 +228,20 @@ class TaggedArguments:
     ) -> list[dict[str, Any]]:
         """Return the schemas of ``anyOf`` or ``oneOf``, including nested ones; without these, the schema itself.
 
+        Each one also has the keywords beside ``anyOf``. Schemas that allow nothing are left out.
+
         ``around``: the ``id()`` of the lists that hold the schema. Raises InvalidRequestError as ``resolved``, and for
         too many alternatives: with references, a short schema may have millions.
         """
+        if around:
+            return self._alternatives(schema, around)
+        if id(schema) not in self._options:
+            if len(self._options) > _MOST_KNOWN:
+                self._options.clear()
+            self._options[id(schema)] = schema, self._alternatives(schema, around)
+        return self._options[id(schema)][1]
+
+    def _alternatives(self, schema: dict[str, Any], around: frozenset[int]) -> list[dict[str, Any]]:
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
                 if id(options) in around:
@@ -159,23 +251,39 @@ class TaggedArguments:
                         f"parameters: {quoted(key)} is nested in more than {_MOST_LEVELS} others; write it flat"
                     )
                 inside = around | {id(options)}
+                beside = {k: v for k, v in schema.items() if k != key and k not in NOTES}
                 others: list[dict[str, Any]] = []
+                seen: dict[int, dict[str, Any]] = {}  # many options may refer to the same large schema
                 for option in options:
-                    others += self.alternatives(self.resolved(option), inside)
+                    inner = None if option is False else self.resolved(option)
+                    if inner is not None and id(inner) not in seen:
+                        seen[id(inner)] = inner
+                        others += self.alternatives(_both(inner, beside), inside)
                     if len(others) > _MOST_ALTERNATIVES:
                         raise InvalidRequestError(
                             f"parameters: {quoted(key)} has more than {_MOST_ALTERNATIVES} alternatives, with those "
                             "inside; list fewer"
                         )
                 return others
-        return [schema]
+        return [] if _allows_nothing(schema) else [schema]
 
     def types(self, schema: dict[str, Any]) -> set[str]:
         """Return the JSON types that a schema names or implies; "string", "any" and "null" if every type is allowed."""
+        entry = self._known_types.get(id(schema))
+        if entry is None:
+            if len(self._known_types) > _MOST_KNOWN:
+                self._known_types.clear()
+            self._known_types[id(schema)] = schema, set(_ANY_TYPE)  # for a schema that contains itself
+            entry = self._known_types[id(schema)] = schema, self._types(schema)
+        return set(entry[1])
+
+    def _types(self, schema: dict[str, Any]) -> set[str]:
         types: set[str] = set()
         for option in self.alternatives(schema):
             named = option.get("type")
-            if isinstance(named, str):
+            if named is None and isinstance(option.get("allOf"), list):
+                types |= self._types_of_all(option["allOf"])
+            elif isinstance(named, str):
                 types.add(named)
             elif isinstance(named, list):
                 types.update(named)
@@ -186,8 +294,30 @@ class TaggedArguments:
             elif "items" in option:
                 types.add("array")
             else:
-                types.update(("string", "any", "null"))
+                types |= _ANY_TYPE
         return types
+
+    def _types_of_all(self, parts: list[Any]) -> set[str]:
+        """Return the types that all schemas of an ``allOf`` allow."""
+        common = set(_ANY_TYPE)
+        seen: dict[int, dict[str, Any]] = {}
+        waiting = [*parts]
+        while waiting:
+            schema = self.resolved(waiting.pop())
+            if id(schema) in seen:
+                continue
+            if len(seen) > _MOST_LEVELS:
+                return set(_ANY_TYPE)
+            seen[id(schema)] = schema
+            inner = schema.get("allOf")
+            if "type" not in schema and isinstance(inner, list):
+                waiting += inner
+                continue
+            types = self.types(schema)
+            common = (
+                types if "any" in common else common if "any" in types else set(_common([*common], [*types]))
+            )
+        return common
 
     # ---- values
     def schema(self, key: str) -> dict[str, Any]:
@@ -252,10 +382,16 @@ class TaggedArguments:
 
     def _fits(self, schema: dict[str, Any], value: Any, depth: int = 0) -> bool:
         """Return whether a schema that also allows strings allows this value's type, members and size."""
-        try:
-            return any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
-        except InvalidRequestError:  # a part allows nothing, or cannot be read
-            return False
+        if depth == 0:
+            self._fitting = {}
+        key = id(schema), id(value)
+        if key not in self._fitting:
+            try:
+                fits = any(self._fits_option(option, value, depth) for option in self.alternatives(schema))
+            except InvalidRequestError:  # a part allows nothing, or cannot be read
+                fits = False
+            self._fitting[key] = schema, fits
+        return self._fitting[key][1]
 
     def _fits_option(self, schema: dict[str, Any], value: Any, depth: int) -> bool:
         chosen = choices(schema)
@@ -291,6 +427,8 @@ class TaggedArguments:
 
         Models also put quotes around values other than strings, so a string is converted where none is allowed.
         """
+        if self._fits(schema, value):
+            return value
         if isinstance(value, str):
             try:
                 return value if "string" in self.types(schema) else self._read(schema, value)
@@ -321,10 +459,25 @@ class TaggedArguments:
 
     def shaped(self, schema: dict[str, Any], value: Any) -> Any:
         """Convert the text or members of a value in the style NESTED to the value. Raises ValueError as ``value``."""
-        for option in self.alternatives(schema):
+        options = self.alternatives(schema)
+        for option in options:
             for choice in choices(option) or ():
                 if self._node(choice) == value:
                     return choice
+        if len(options) > 1 and not isinstance(value, str):
+            for option in options:
+                self._n_tries += 1
+                if self._n_tries > _MOST_TRIES:
+                    break
+                try:
+                    result = self._shaped(option, value)
+                except ValueError:
+                    continue
+                if self._fits(option, result):
+                    return result
+        return self._shaped(schema, value)
+
+    def _shaped(self, schema: dict[str, Any], value: Any) -> Any:
         if isinstance(value, str):
             if not value.strip() and "string" not in self.types(schema):
                 empty: dict[str, Any] = {"object": {}, "array": []}
@@ -353,6 +506,7 @@ def only_types(form: CallFormat, parameters: dict[str, Any]) -> dict[str, Any]:
     nothing is listed, because calls can contain only listed names.
     """
     anything: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": True}
+    parameters = with_nulls(parameters)
     reader = _Types(form, parameters)
     try:
         whole = reader.resolved(parameters)
@@ -377,10 +531,76 @@ class _Types(TaggedArguments):
             types = self.types(self.resolved(member))
         except (InvalidRequestError, TypeError):  # TypeError: ``type`` lists an array or an object
             return {}
-        if not _JSON_TYPES.issuperset(types):  # also None, which some write for "null"
+        if not types or not _JSON_TYPES.issuperset(types):  # also None, which some write for "null"
             return {}
         kinds = sorted(types)
         return {"type": kinds[0] if len(kinds) == 1 else kinds}
+
+
+def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema for the values that both schemas allow. The annotations of ``first`` win."""
+    if not first or not second:
+        return first or second
+    both = {**second, **first}
+    if any(
+        group & first.keys() and group & second.keys()
+        for group in _GROUPS
+        if not _agree(group, first, second)
+    ):
+        return {"allOf": [first, second]}
+    for key in (first.keys() & second.keys()) - NOTES:
+        if _agree({key}, first, second):
+            continue
+        if key == "type":
+            both[key] = _common(_listed(first[key]), _listed(second[key]))
+        elif key == "enum" and len(first[key]) + len(second[key]) <= _MOST_COMPARED:
+            known = {*map(identity, second[key])}
+            both[key] = [value for value in first[key] if identity(value) in known]
+        elif key in _BOTH and type(first[key]) is not bool and type(second[key]) is not bool:
+            both[key] = _BOTH[key](first[key], second[key])
+        else:
+            return {"allOf": [first, second]}
+    return both
+
+
+def _agree(keys: Set[str], first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two schemas have equal values of these keywords."""
+    return all(
+        key in first and key in second and (first[key] is second[key] or _are_equal(first[key], second[key]))
+        for key in keys
+        if key in first or key in second
+    )
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    return bool(first == second) and identity(first) == identity(second)  # True equals 1 in Python only
+
+
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _common(these: list[str], those: list[str]) -> list[str]:
+    """Return the types that both lists name. Integers are numbers."""
+    common = [name for name in these if name in those or (name == "integer" and "number" in those)]
+    return common + ["integer"] * ("integer" in those and "number" in these and "integer" not in common)
+
+
+def _allows_nothing(schema: dict[str, Any]) -> bool:
+    """Return whether a schema without alternatives certainly allows no value."""
+    if choices(schema) == [] or schema.get("type") == []:
+        return True
+    kinds = {"string": "Length", "array": "Items", "object": "Properties"}
+    kind = schema.get("type")
+    if isinstance(kind, list) and len(kind) == 1:
+        kind = kind[0]
+    if kind in ("integer", "number"):
+        least, most = schema.get("minimum"), schema.get("maximum")
+    elif isinstance(kind, str) and kind in kinds:
+        least, most = schema.get(f"min{kinds[kind]}"), schema.get(f"max{kinds[kind]}")
+    else:
+        return False
+    return isinstance(least, (int, float)) and isinstance(most, (int, float)) and least > most
 
 
 def _in_range(schema: dict[str, Any], value: float) -> bool:
@@ -436,15 +656,59 @@ _PYTHON = ("boolean", "null", "object", "array")
 
 
 def choices(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the value of ``const``, or the values of ``enum`` that ``type`` allows; None if there is neither."""
-    if "const" in schema:
-        return [schema["const"]]
+    """Return the values of ``const`` or ``enum`` that the type, bounds and lengths beside it allow.
+
+    Returns None if there is neither, and for a schema with alternatives, which may each list some.
+    """
     values = schema.get("enum")
+    if any(isinstance(schema.get(key), list) for key in ("anyOf", "oneOf")):
+        return None
+    if "const" in schema:
+        is_other = isinstance(values, list) and identity(schema["const"]) not in map(identity, values)
+        values = [] if is_other else [schema["const"]]
     if not isinstance(values, list):
         return None
     named = schema.get("type")
     names = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else None
-    return values if names is None else [value for value in values if _is_of(value, names)]
+    return [value for value in values if (names is None or _is_of(value, names)) and _has_size(schema, value)]
+
+
+def listed(schema: dict[str, Any]) -> list[Any] | None:
+    """Return ``choices``. Raises InvalidRequestError if other keywords may exclude some of them."""
+    values = choices(schema)
+    if values is None:
+        return None
+    wrong: list[str] = [key for key in ("not", "allOf", "if") if key in schema]
+    if "pattern" in schema and any(isinstance(value, str) for value in values):
+        wrong.append("pattern")
+    if any(isinstance(value, (dict, list)) for value in values):
+        wrong += [key for group in _GROUPS for key in group if key in schema]
+    if wrong:
+        raise InvalidRequestError(
+            f"parameters: {quoted(wrong[0])} cannot be combined with 'enum' or 'const' in this model's calls; list "
+            "only the values that it allows"
+        )
+    return values
+
+
+def of_kind(schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the schema of the values of one type, without the keywords for other types."""
+    kind = "number" if kind == "integer" else kind
+    others = {keyword for other, group in _OF_OTHERS.items() if other != kind for keyword in group}
+    if kind != "string":
+        others |= {"minLength", "maxLength", "pattern", "format"}
+    return {key: value for key, value in schema.items() if key not in others}
+
+
+def _has_size(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a listed value has the length or the size that the schema allows."""
+    if isinstance(value, str):
+        return bool(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    bounds = {
+        key: bound for key, bound in schema.items() if not isinstance(bound, bool)
+    }  # draft 4 has booleans
+    return not is_number or _in_range(bounds, value)
 
 
 def _is_of(value: Any, names: set[str]) -> bool:
@@ -452,6 +716,6 @@ def _is_of(value: Any, names: set[str]) -> bool:
     return kind in names or (kind == "number" and "integer" in names and value == int(value))
 
 
-def as_text(value: Any) -> str:
+def as_text(value: Any, ensure_ascii: bool = True) -> str:
     """Return a string as it is, and any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=ensure_ascii)

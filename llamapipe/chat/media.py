@@ -17,6 +17,7 @@ from typing import Any
 from llamapipe.chat.control_text import unused_mark
 from llamapipe.errors import InvalidRequestError
 from llamapipe.media.decode import Given, is_media, media_in, path_below
+from llamapipe.structured.schema import check_depth
 
 
 def _place(index: int, i: int) -> str:
@@ -86,10 +87,8 @@ def taken_media(messages: Any) -> tuple[Any, str, list[Given]]:
             numbers[index, i] = len(media)
             media.append(medium)
     others = _changed(messages, lambda index, i, part: [] if (index, i) in numbers else [part])
-    try:
-        mark = unused_mark(others).character
-    except RecursionError:
-        raise InvalidRequestError("messages are nested too deeply") from None
+    check_depth("messages are", others)
+    mark = unused_mark(others).character
 
     def marked(index: int, i: int, part: Any) -> list[Any]:
         n = numbers.get((index, i))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from llamapipe._messages import did_you_mean, nearest, quoted
 from llamapipe.chat.halves import whole_json
 from llamapipe.errors import InvalidRequestError
+from llamapipe.structured.schema import check_depth
 
 Message = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
@@ -45,6 +46,7 @@ def check_messages(messages: object) -> list[Message]:
 
 def plain(name: str, value: Any) -> Any:
     """Copy a value as plain JSON, so that templates never see the caller's objects. Raises InvalidRequestError."""
+    check_depth(f"{name} is", [value])
     try:
         return json.loads(whole_json(json.dumps(value)))
     except (TypeError, ValueError, RecursionError) as e:
@@ -149,6 +151,7 @@ def _arguments(arguments: Any) -> dict[str, Any] | str:
         return arguments if isinstance(arguments, dict) else json.dumps(arguments, ensure_ascii=False)
     try:
         value = json.loads(whole_json(arguments))
+        check_depth("arguments are", value)
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -18,6 +18,7 @@ from llamapipe._messages import DROP_TURNS, quoted, too_long
 from llamapipe.chat.control_text import ControlTexts, tokenized, unused_mark
 from llamapipe.errors import InvalidRequestError
 from llamapipe.locks import Lock
+from llamapipe.structured.schema import check_depth
 
 if TYPE_CHECKING:
     from llamapipe.chat.chat_format import ChatFormat
@@ -227,10 +228,8 @@ class ChatPrompts:
         ``n_ctx``: raises InvalidRequestError for a text so long that it must have at least this many tokens.
         """
         vocab, controls = self._model.vocab, self.controls
-        try:
-            mark = unused_mark([messages, tools, template_args])
-        except RecursionError:
-            raise InvalidRequestError("messages, tools or template_args are nested too deeply") from None
+        check_depth("messages, tools or template_args are", [messages, tools, template_args])
+        mark = unused_mark([messages, tools, template_args])
         template = self._for(tools)
         text = template.render(
             messages,

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from llamapipe._messages import quoted
@@ -27,7 +28,6 @@ from llamapipe.structured._rewrite import (
     OF_TYPE,
     OF_TYPED,
     Node,
-    identity,
     listed_values,
     target,
 )
@@ -36,6 +36,7 @@ from llamapipe.structured.schema import (
     COUNTED,
     SPACE,
     WHITESPACE,
+    identity,
     json_type,
     pointer_to,
     resolved,
@@ -166,21 +167,30 @@ _MOST_PLAIN_CHARS = 2**19  # of all parts for llguidance's compiler, which each 
 _NAME = rf'/"{CHARACTER}*"/'  # any string of JSON
 
 
+class _NothingError(InvalidRequestError):
+    """No value satisfies a part. Alternatives, items and members that need not be there are left out instead."""
+
+
 class SchemaGrammar:
     """A schema as a Lark grammar, for schemas that llguidance's compiler would not follow exactly.
 
     ``root``: a result of ``rewritten``. ``whitespace``: a key of ``WHITESPACE``. ``hard``: the pointers of the parts
-    that this class writes.
+    that this class writes. ``plain``: after ``text``, the pointers of the parts that llguidance's compiler reads, and
+    these parts, with the definitions that they refer to.
     """
 
     def __init__(self, root: Node, whitespace: str) -> None:
         self.root = root
         self._whitespace = whitespace
         options = WHITESPACE[whitespace]
-        self._separators = options.get("item_separator", ","), options.get("key_separator", ":")
-        self._comma, self._colon = map(json.dumps, self._separators)
+        self._comma = json.dumps(options.get("item_separator", ","))
+        self._colon = json.dumps(options.get("key_separator", ":"))
         self._parts = dict(subschemas(root))
+        self._places = {id(part): pointer for pointer, part in self._parts.items()}
         self._names: dict[str, str] = {}
+        self._empty: dict[str, _NothingError] = {}  # parts that allow nothing
+        self._inner: tuple[str, _NothingError] | None = None  # the last part that was left out
+        self.plain: dict[str, tuple[str, Node]] = {}
         self._lines: list[str] = []
         self._n_chars = 0  # of the texts that `_plain` has written
         self.hard = frozenset(self._find_hard())
@@ -190,8 +200,12 @@ class SchemaGrammar:
         """True if this class must write a part of the schema."""
         return "#" in self.hard
 
-    def text(self) -> str:
-        """Return the grammar. Raises InvalidRequestError, with keyword and pointer, if it cannot be written."""
+    def text(self, empty: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Return the grammar. Raises InvalidRequestError, with keyword and pointer, if it cannot be written.
+
+        ``empty``: the errors of parts that allow nothing, by their keys in the ``plain`` of an earlier grammar.
+        """
+        self._empty |= {key: _NothingError(message) for key, message in empty.items()}
         start = self._rule("#")
         options = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACE}/\n'
         head = options if self._whitespace == "flexible" else ""
@@ -244,18 +258,39 @@ class SchemaGrammar:
             place = resolved(self.root, part["$ref"])
             if place is not None and place[0] in self._parts:
                 return self._rule(place[0])  # a definition is written once, however often it is used
-        name = self._names[pointer] = f"n{len(self._names)}"
-        body = self._body(pointer, part) if pointer in self.hard else self._plain(pointer, part)
+        return self._written(pointer, pointer, part)
+
+    def _written(self, key: str, pointer: str, part: Node) -> str:
+        """Write the rule of a part under ``key``; return its name. If it allows nothing, nothing is written for it."""
+        if key in self._names:
+            return self._names[key]
+        if key in self._empty:
+            raise self._empty[key]
+        n_names, n_lines, n_chars = len(self._names), len(self._lines), self._n_chars
+        name = self._names[key] = f"n{n_names}"
+        try:
+            body = self._body(pointer, part) if pointer in self.hard else self._plain(key, pointer, part)
+        except _NothingError as error:
+            self._empty[key] = error
+            while len(self._names) > n_names:  # rules that were written for this one may refer to it
+                self._names.popitem()
+            del self._lines[n_lines:]
+            self._n_chars = n_chars
+            raise
         self._lines.append(f"{name}: {body}")
         return name
 
     def _element(self, pointer: str, node: Any) -> str | None:
-        """Return the element for a subschema; None if it is ``false``."""
+        """Return the element for a subschema; None if it allows nothing."""
         if node is False:
             return None
-        if pointer in self._parts:
+        if pointer not in self._parts:
+            return self._json({})
+        try:
             return self._rule(pointer)
-        return self._json({})
+        except _NothingError as error:
+            self._inner = pointer, error
+            return None
 
     def _new(self, kind: str, body: str) -> str:
         """Add a rule or, if the kind is in capitals, a terminal; return its name."""
@@ -266,7 +301,7 @@ class SchemaGrammar:
     def _json(self, node: Node) -> str:
         return f"%json {json.dumps(with_options(node, self._whitespace))}"
 
-    def _plain(self, pointer: str, node: Node) -> str:
+    def _plain(self, key: str, pointer: str, node: Node) -> str:
         """Write a part that llguidance's compiler reads, with the definitions that it refers to."""
         definitions: dict[str, Node] = {}
         waiting: list[Any] = [node]
@@ -287,7 +322,8 @@ class SchemaGrammar:
                 if name in self.root.get(group, {}) and name not in definitions.setdefault(group, {}):
                     definitions[group][name] = self.root[group][name]
                     waiting.append(self.root[group][name])
-        written = self._json({**node, **definitions})
+        self.plain[key] = pointer, {**node, **definitions}
+        written = self._json(self.plain[key][1])
         self._n_chars += len(written)
         if self._n_chars > _MOST_PLAIN_CHARS:
             self._fail(
@@ -332,48 +368,61 @@ class SchemaGrammar:
         elements = []
         for i, option in enumerate(node[keyword]):
             place = f"{pointer}/{keyword}/{i}"
-            narrowed = self._narrowed(place, option, node["type"]) if "type" in node else option
-            elements.append(self._element(place, narrowed))
+            elements.append(
+                self._narrowed(place, option, node["type"])
+                if "type" in node
+                else self._element(place, option)
+            )
         return " | ".join(element for element in elements if element is not None) or self._nothing(
             pointer, keyword
         )
 
-    def _narrowed(self, pointer: str, option: Any, kinds: str | list[str]) -> Any:
-        """Return an alternative with only the types in ``kinds``, which stand beside the alternatives.
+    def _narrowed(self, pointer: str, option: Any, kinds: str | list[str]) -> str | None:
+        """Return the element for an alternative with only the types in ``kinds``, which stand beside the alternatives.
 
-        Returns False if the alternative has none of these types.
+        Returns None if the alternative has none of these types.
         """
         part = target(self.root, option, is_plain=True)
         if part is False:
-            return False
+            return None
+        origin = pointer
+        if part is not option:
+            origin = self._places.get(id(part), pointer)
         part = part if isinstance(part, dict) else {}
         values = listed_values(self.root, part)
         if values is not None:
             n_fitting = sum(_fits(value, {"type": kinds}) for value in values)
             if n_fitting in (0, len(values)):
-                return option if n_fitting else False
+                return self._element(pointer, option) if n_fitting else None
         listed = part.get("type", list(OF_TYPE))
         names = [listed] if isinstance(listed, str) else listed
         both = [kind for kind in names if kind in kinds or (kind == "integer" and "number" in kinds)]
         if "number" in names and "number" not in both and "integer" in kinds and "integer" not in both:
             both.append("integer")
         if not both:
-            return False
+            return None
         if "type" in part and set(both) == set(names):
-            return option
-        places = (resolved(self.root, other.get("$ref")) for other in self._parts.values())
-        is_shared = any(place is not None and place[0] == pointer for place in places)
-        if is_shared or (isinstance(option, dict) and "$ref" in option):
-            self._fail(pointer, "type", f"it cannot be applied to a reference here: {_NOT_COMBINED}")
-        self._parts[pointer] = {**part, "type": both}
-        return self._parts[pointer]
+            return self._element(pointer, option)
+        try:
+            return self._written(f"{origin} {' '.join(both)}", origin, {**part, "type": both})
+        except _NothingError as error:
+            self._inner = pointer, error
+            return None
 
     def _typed(self, pointer: str, node: Node, keywords: set[str]) -> str:
         kinds = node.get("type", list(OF_TYPE))
         kinds = [kinds] if isinstance(kinds, str) else list(kinds)
         for keyword in sorted(keywords - OF_TYPED):
             self._fail(pointer, keyword, f"it is not supported here: {_NOT_COMBINED}")
-        return " | ".join(self._of_type(pointer, node, kind) for kind in kinds)
+        elements = []
+        for kind in kinds:
+            try:
+                elements.append(self._of_type(pointer, node, kind))
+            except _NothingError as error:
+                nothing = error
+        if not elements and kinds:
+            raise nothing
+        return " | ".join(elements)
 
     def _of_type(self, pointer: str, node: Node, kind: str) -> str:
         if kind == "integer" and any(bound in node for bound in BOUNDS):
@@ -404,7 +453,7 @@ class SchemaGrammar:
                 most = math.floor(exact) if name == "maximum" else math.ceil(exact) - 1
                 high = most if high is None else min(high, most)
         if low is not None and high is not None and low > high:
-            self._fail(pointer, "minimum", f"no integer is from {low} to {high}")
+            self._nothing(pointer, "minimum", f"no integer is from {low} to {high}")
         return self._new("T", f"/{integer_range(low, high)}/")
 
     def _number(self, pointer: str, node: Node) -> str:
@@ -415,7 +464,7 @@ class SchemaGrammar:
         low = max((exact for name, exact in bounds if name.endswith("inimum")), default=None)
         high = min((exact for name, exact in bounds if name.endswith("aximum")), default=None)
         if low is not None and high is not None and (low > high or (low == high and len(set(bounds)) > 2)):
-            self._fail(pointer, "minimum", "no number is within the bounds")
+            self._nothing(pointer, "minimum", "no number is within the bounds")
         return self._new("T", " & ".join(texts))
 
     def _bounds(self, pointer: str, node: Node) -> list[tuple[str, Fraction]]:
@@ -444,8 +493,18 @@ class SchemaGrammar:
             body = f"({body}) & {length_as_lark(least, most)}"
         return self._new("T", f'"\\"" ({body}) "\\""')
 
-    def _text(self, value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, separators=self._separators)
+    def _value(self, value: Any) -> str:
+        """Write a listed value.
+
+        Arrays and objects are written by parts, as in other rules. As one text, the lexer would prefer them to an
+        alternative with the same beginning.
+        """
+        if isinstance(value, list):
+            return f'"[" {f" {self._comma} ".join(map(self._value, value))} "]"'
+        if isinstance(value, dict):
+            members = (f"{_name(name)} {self._colon} {self._value(member)}" for name, member in value.items())
+            return f'"{{" {f" {self._comma} ".join(members)} "}}"'
+        return json.dumps(json.dumps(value, ensure_ascii=False))
 
     def _values(self, pointer: str, node: Node, keywords: set[str]) -> str:
         listing = "enum" if "enum" in node else "const"
@@ -458,7 +517,8 @@ class SchemaGrammar:
         fitting = [value for value in values if _fits(value, node)]
         if not fitting:
             self._nothing(pointer, listing)
-        return self._new("T", " | ".join(json.dumps(self._text(value)) for value in fitting))
+        is_nested = any(isinstance(value, (list, dict)) for value in fitting)
+        return self._new("r" if is_nested else "T", " | ".join(map(self._value, fitting)))
 
     # ---- arrays
     def _array(self, pointer: str, node: Node) -> str:
@@ -476,7 +536,7 @@ class SchemaGrammar:
         item = self._element(f"{pointer}/items", items)
         n = len(first)
         if (item is None and least > n) or (most is not None and most < least):
-            self._fail(pointer, "minItems", f"no array has {least} items")
+            self._nothing(pointer, "minItems", f"no array has {least} items")
         low, high = max(0, least - n), None if most is None else int(most) - n
         rest = "" if item is None or high == 0 else self._more(item, low, high, n > 0)
         for i in reversed(range(n)):
@@ -555,8 +615,10 @@ class SchemaGrammar:
         values = [value for value in values if _fits(value, item)]
         n_most = len(values) if most is None else min(int(most), len(values))
         if least > n_most:
-            self._fail(pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values")
-        texts = [self._new("r", json.dumps(self._text(value))) for value in values]
+            self._nothing(
+                pointer, "uniqueItems", f"'minItems' is {least}, but 'items' has {len(values)} values"
+            )
+        texts = [self._new("r", self._value(value)) for value in values]
         more = f"r{len(self._lines)}"
         options = [
             f"{self._comma} {text} {more}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {n_most}))"
@@ -625,8 +687,11 @@ class SchemaGrammar:
         return first
 
     # ---- errors
-    def _nothing(self, pointer: str, keyword: str) -> NoReturn:
-        self._fail(pointer, keyword, "no value satisfies it")
+    def _nothing(self, pointer: str, keyword: str, reason: str = "no value satisfies it") -> NoReturn:
+        """Raise the error of the part inside that was left out and made this one empty, or else one for this part."""
+        if self._inner is not None and self._inner[0].startswith(f"{pointer}/"):
+            raise self._inner[1]
+        raise _NothingError(f"json_schema at {pointer}: {quoted(keyword)}: {reason}")
 
     def _fail(self, pointer: str, keyword: str, reason: str) -> NoReturn:
         raise InvalidRequestError(f"json_schema at {pointer}: {quoted(keyword)}: {reason}")

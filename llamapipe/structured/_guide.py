@@ -393,6 +393,8 @@ def message_of(matcher: Any) -> str:
     for mark in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "\n<grammar>"):
         text = text.partition(mark)[0]
     text = text.strip()
+    if text.startswith("panic:"):  # a failed assertion, which says nothing to the caller
+        text = f"llguidance failed on this grammar; write simpler schemas or rules ({text})"
     if text.startswith("NoExtension"):  # llguidance's stop reason, where it has no message
         return DEAD_END
     if len(text) > _MAX_MESSAGE:  # messages may quote a whole line of the grammar, so cut out the middle

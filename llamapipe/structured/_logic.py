@@ -20,12 +20,13 @@ from typing import Any, Final
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured._references import with_definitions
-from llamapipe.structured._rewrite import ASSERTIONS, BOUNDS, OF_TYPED, Node, identity
+from llamapipe.structured._rewrite import ASSERTIONS, BOUNDS, OF_TYPED, Node
 from llamapipe.structured.formats import FORMATS
 from llamapipe.structured.schema import (
     COUNTED,
     MAPS,
     ONE,
+    identity,
     json_type,
     pointer_to,
     ref_stands_alone,

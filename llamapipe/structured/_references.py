@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured._rewrite import Node
-from llamapipe.structured.schema import resolved, subschemas
+from llamapipe.structured.schema import resolved, subschemas, with_nulls
 
 # A character that is invalid in URIs, a percent sign without hexadecimal digits, or an invalid scheme.
 _NO_URI = re.compile(r"[^!#-;=?-\[\]_a-z~]|%(?![0-9A-Fa-f]{2})|^(?![A-Za-z][A-Za-z0-9+.-]*:)[^/?#:]*:")
-_OTHER_PARTS: Final = {"$ref", "allOf", "anyOf", "oneOf"}
+_FRAGMENT = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*")
 _DYNAMIC = {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 
 
@@ -30,7 +29,7 @@ def with_definitions(schema: Node) -> Node:
     A reference may name any place of the document, so targets at other places are copied to ``$defs``. Invalid
     identifiers are removed.
     """
-    schema = _without_dynamic(_with_nulls(schema))
+    schema = _without_dynamic(with_nulls(schema))
     parts = list(subschemas(schema, logic=True))
     references = {part["$ref"] for _, part in parts if isinstance(part.get("$ref"), str)}
     known = {pointer for pointer, _ in parts}
@@ -52,7 +51,7 @@ def with_definitions(schema: Node) -> Node:
         definitions[name] = target[1]
         if isinstance(target[1], dict):
             waiting += [inner for _, inner in subschemas(target[1], logic=True)]
-    if not moved and not bad:
+    if not moved and not bad and all(_as_uri(text) == text for text in references):
         return schema
     copy: Node = json.loads(json.dumps(schema))
     if definitions:
@@ -61,30 +60,14 @@ def with_definitions(schema: Node) -> Node:
         target = resolved(schema, part.get("$ref"))
         if target is not None and target[0] in moved:
             part["$ref"] = moved[target[0]]
+        elif target is not None:  # names of definitions need not be URIs
+            part["$ref"] = _as_uri(part["$ref"])
         if pointer in bad:
             for keyword in ("$id", "id"):
                 part.pop(keyword, None)
             for _, inner in subschemas(part, logic=True):  # references in this part were relative to it
                 if pointer != "#" and resolved(part, inner.get("$ref")) is not None:
                     inner["$ref"] = quote(pointer, safe="#/~$") + inner["$ref"][1:]
-    return copy
-
-
-def _with_nulls(schema: Node) -> Node:
-    """Return the schema without OpenAPI 3.0's ``nullable``, a keyword that JSON Schema does not have.
-
-    Null becomes an additional type or alternative.
-    """
-    if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
-        return schema
-    copy: Node = json.loads(json.dumps(schema))
-    for _, part in list(subschemas(copy, logic=True)):
-        if part.pop("nullable", False) is not True:
-            continue
-        if isinstance(part.get("type"), str):
-            part["type"] = [*{part["type"]: 0, "null": 0}]
-        elif "type" not in part and (moved := {key: part.pop(key) for key in _OTHER_PARTS & part.keys()}):
-            part["anyOf"] = [moved, {"type": "null"}]
     return copy
 
 
@@ -127,6 +110,13 @@ def _without_dynamic(schema: Node) -> Node:
         for keyword in ("$dynamicAnchor", "$recursiveAnchor"):
             part.pop(keyword, None)
     return copy
+
+
+def _as_uri(reference: str) -> str:
+    """Return a reference to a JSON pointer with the escapes of URIs, which generators of schemas often omit."""
+    if not reference.startswith("#") or _FRAGMENT.fullmatch(reference, 1):
+        return reference
+    return "#" + quote(unquote(reference[1:]), safe="/~$")
 
 
 def _identifiers(part: Node, references: set[str]) -> list[str]:

@@ -19,7 +19,7 @@ from llamapipe._messages import quoted
 from llamapipe.errors import InvalidRequestError
 from llamapipe.structured.formats import ANY_STRING, FORMATS
 from llamapipe.structured.patterns import LOOK_AROUND, translated
-from llamapipe.structured.schema import resolved, subschemas
+from llamapipe.structured.schema import identity, resolved, subschemas
 
 Node = dict[str, Any]
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -79,19 +79,6 @@ def target(root: Node, node: Any, is_plain: bool = False) -> Any:
             return node
         node = place[1]
     return node
-
-
-def identity(value: Any) -> str:
-    """Return a text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
-
-    def plain(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {name: plain(inner) for name, inner in part.items()}
-        if isinstance(part, list):
-            return [*map(plain, part)]
-        return int(part) if isinstance(part, float) and part.is_integer() else part
-
-    return json.dumps(plain(value), sort_keys=True)
 
 
 def listed_values(root: Node, node: Any) -> list[Any] | None:

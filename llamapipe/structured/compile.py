@@ -12,7 +12,8 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import thread_time
 from types import MappingProxyType
 from typing import Any, Final
@@ -279,11 +280,33 @@ class _Compiler:
             if not start.is_error() or not (counts_items or _TOO_LARGE.search(message_of(start))):
                 break
         assert result is not None
+        if result.lark is not None:
+            result, start = self._without_empty(result, start)
         for warning in result.warnings[:_MAX_WARNINGS]:
             _log.warning("%s", warning)
         if len(result.warnings) > _MAX_WARNINGS:
             _log.warning("json_schema: %d more warnings of this kind", len(result.warnings) - _MAX_WARNINGS)
         return result, start
+
+    def _without_empty(self, result: _Written, start: Any) -> tuple[_Written, Any]:
+        """Leave out the parts for llguidance's compiler that allow nothing, because it refuses a grammar with one.
+
+        Returns the schema, and its matcher.
+        """
+        start = start or self._matcher(result.alone())
+        if not start.is_error() or _UNSATISFIABLE not in message_of(start):
+            return result, start
+        empty: dict[str, str] = {}
+        until_s = thread_time() + _MAX_SEARCH_S
+        for key, (pointer, part) in islice(result.grammar.plain.items(), _MAX_TRIED):
+            matcher = self._matcher(_bare_json_grammar(part))
+            if matcher.is_error() and _UNSATISFIABLE in (message := message_of(matcher)):
+                empty[key] = f"json_schema cannot be compiled at {pointer}: {_told(message)}"
+            if thread_time() > until_s:
+                break
+        grammar = SchemaGrammar(result.grammar.root, result.whitespace)
+        result = replace(result, grammar=grammar, lark=grammar.text(empty))
+        return result, self._matcher(result.alone())
 
     def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
         """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the rewritten schemas.
@@ -315,7 +338,7 @@ class _Compiler:
             message = message.split("\n", maxsplit=1)[0]
         until_s = thread_time() + _MAX_SEARCH_S
         for n, (pointer, part) in enumerate(subschemas(schema)):
-            if n == _MAX_TRIED or thread_time() > until_s:
+            if message.startswith(_TOO_DEEP) or n == _MAX_TRIED or thread_time() > until_s:
                 break
             if not pointer.startswith(place) or pointer in grammar.hard:
                 continue
@@ -373,6 +396,7 @@ class _Written:
         return _json_grammar(self.grammar.root, self.whitespace) if self.lark is None else _grammar(self.lark)
 
 
+_TOO_DEEP = "recursion limit exceeded"
 # Patterns of llguidance's errors that do not name the fix, and our texts in their place.
 _TOLD: Final = (
     (
@@ -416,6 +440,10 @@ _TOLD: Final = (
         r"'minProperties' and 'maxProperties' need all 'properties' in 'required' here; leave the count out",
     ),
     (
+        rf"^{_TOO_DEEP}.*",
+        "it has more than 126 levels of objects and lists, llguidance's limit; move inner schemas to '$defs'",
+    ),
+    (
         r"^Unknown format: (.*)",
         r"'format' is \1 in a document that '$ref' names; copy what is needed into '$defs'",
     ),
@@ -433,6 +461,7 @@ def _told(message: str) -> str:
     return message
 
 
+_UNSATISFIABLE = "Unsatisfiable schema"
 # Errors of llguidance about too many alternatives, or about combinations that it does not support.
 _TOO_LARGE = re.compile(
     "too large|stack level|Unable to determine|not disjoint|circular|grammar.symbols|only supported when all keys"
@@ -447,7 +476,9 @@ def _written(schema: dict[str, Any], whitespace: str, max_ways: int, counts_item
         lark = grammar.text() if grammar.is_needed else None
         return _Written(grammar, lark, whitespace, [*warnings, *more], plain == schema)
     except RecursionError:
-        raise InvalidRequestError("json_schema at #: it is nested too deeply") from None
+        raise InvalidRequestError(
+            "json_schema at #: it is nested too deeply for its keywords; move inner schemas to '$defs'"
+        ) from None
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[int, int, dict[str, Any], str]]:

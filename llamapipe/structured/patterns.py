@@ -28,11 +28,14 @@ _ASCII_WORD = "0-9A-Za-z_"
 _WIDE: Final = {r"\w": _WORD, r"\s": r"\s\uFEFF", r"\S": r"\S\x85"}
 _WIDE_WITHOUT: Final = {r"\W": f"[^{_WORD}]", r"\s": r"[\s--\x85]", r"\S": r"[\S--\uFEFF]"}
 # A class that excludes a quotation mark or a backslash must also exclude U+0000. Otherwise, llguidance (1.9.1) allows
-# both characters.
+# both characters, if the class has all control characters.
 _QUOTES: Final = (ord('"'), ord("\\"))
 _PUNCTUATION: Final = re.compile(
     r"\\p\{(?:(?:gc|General_Category)=)?(?:Po?|(?:Other_)?Punctuation|Punct)\}|\[:(?:punct|graph|print):\]",
     re.IGNORECASE,
+)
+_CONTROLS: Final = re.compile(
+    r"\\p\{(?:(?:gc|General_Category)=)?(?:Cc?|Control|Cntrl|Other)\}|\[:cntrl:\]", re.IGNORECASE
 )
 _ESCAPE = r"\\(?:u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[A-Za-z]|.)"
 _TIMES = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})?[?+]?"
@@ -59,7 +62,9 @@ def translated(pattern: str) -> str:
         escape = re.compile(_ESCAPE, re.DOTALL).match(pattern, at)
         if escape is not None:
             wide = _WIDE.get(escape[0]) if is_wide else None
-            if is_wide and escape[0].startswith(r"\P") and _PUNCTUATION.fullmatch(escape[0]):
+            if is_wide and _CONTROLS.fullmatch(escape[0]):
+                written += _without_nul(escape[0])
+            elif is_wide and escape[0].startswith(r"\P") and _PUNCTUATION.fullmatch(escape[0]):
                 written += rf"[^\p{escape[0][2:]}\x00]"
             else:
                 written += _escape(pattern, escape) if wide is None else f"[{wide}]"
@@ -164,6 +169,7 @@ def _class(text: str, is_wide: bool) -> str:
     excludes = False
     member = ""
     low: int | None = None  # the code point of a character that may begin a range
+    begin = 0  # where that character is in ``written``
     in_range = False
     while at < len(text) - 1:
         match = _MEMBER.match(text, at)
@@ -181,11 +187,16 @@ def _class(text: str, is_wide: bool) -> str:
         )
         high, begins_range = _code(member), member == "-" and low is not None and not in_range
         if in_range and low is not None and high is not None:
+            if is_wide and head == "[" and low == 0 and 0x1F <= high < max(_QUOTES):
+                written = f"{written[:begin]}\\x01-"
             excludes |= is_wide and head == "[^" and any(low <= quote <= high for quote in _QUOTES)
         ends_at_hyphen = member == "-" and in_range and low is not None and low <= ord("-")
+        begin = begin if begins_range else len(written)
         low, in_range = (low, True) if begins_range else (None if in_range else high, False)
         if wide is not None:
             member = wide
+        elif is_wide and _CONTROLS.fullmatch(member):
+            member = _without_nul(member)
         elif ends_at_hyphen:
             member = r"\-"  # two hyphens are an operator in Rust
         elif member == r"\b":
@@ -208,10 +219,15 @@ def _class(text: str, is_wide: bool) -> str:
     return written + "]"
 
 
+def _without_nul(member: str) -> str:
+    """Return a class of control characters without U+0000, as a member of a class."""
+    return rf"[{f'[{member}]' if member[0] == '[' else member}--\x00]"
+
+
 def _code(member: str) -> int | None:
     """Return the code point of a member of a class; None unless the member is one character."""
-    if len(member) == 1:
-        return ord(member)
+    if len(member) == 1 or member == r"\0":
+        return ord(member) if len(member) == 1 else 0
     if member[:2] in (r"\x", r"\u"):
         return int(member[2:].strip("{}"), 16) if len(member) > 2 else None
     return ord(member[1]) if len(member) == 2 and not member[1].isalnum() else None

@@ -33,8 +33,13 @@ _ABOUT_OTHERS = {
     "additionalProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas",
     "dependencies",
 }  # fmt: skip
+# Keywords that OpenAPI 3.0 may combine with ``nullable``.
+_OTHER_PARTS = {"$ref", "allOf", "anyOf", "oneOf"}
 # Assertions of draft 3, which llguidance would ignore.
 _DRAFT_3 = ("divisibleBy", "disallow", "extends")
+# The maximum nesting of objects and lists in schemas, messages and tools, as in a body for the server. Python allows
+# 1000 nested calls, and some functions need two per level.
+MAX_DEPTH = 256
 # Limits of keywords for which llguidance does not bound time and memory.
 MAX_REQUIRED = 2000  # names in one list; 20,000 take 3 s, and time grows with the square of the number
 MAX_PATTERNS = 100  # patternProperties; 200 take 2.5 s, 400 over 12 s
@@ -134,6 +139,35 @@ def steps_of(reference: str) -> list[str]:
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference).split("/")]
 
 
+def check_depth(name: str, value: Any) -> None:
+    """Raise InvalidRequestError for a value with more than ``MAX_DEPTH`` levels of objects and lists."""
+    level = [value] if isinstance(value, (Mapping, list, tuple)) else []
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for part in level:
+            inner += part.values() if isinstance(part, Mapping) else part
+        # By id(), because a list may hold another one twice.
+        level = [*{id(part): part for part in inner if isinstance(part, (Mapping, list, tuple))}.values()]
+        if not level:
+            return
+    raise InvalidRequestError(
+        f"{name} nested too deeply: more than {MAX_DEPTH} levels of objects and lists; nest fewer"
+    )
+
+
+def identity(value: Any) -> str:
+    """Return a text that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: plain(inner) for name, inner in part.items()}
+        if isinstance(part, list):
+            return [*map(plain, part)]
+        return int(part) if isinstance(part, float) and part.is_integer() else part
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
 def json_type(value: object) -> str:
     """Return the JSON type of a decoded value; a number is "number"."""
     if isinstance(value, bool):
@@ -151,13 +185,18 @@ def schema_text(schema: Any) -> str:
             schema = json.loads(schema, parse_constant=_no_number)
         elif not isinstance(schema, (Mapping, bool)):
             raise TypeError(f"json_schema must be a dict, a bool or JSON text, not {type(schema).__name__}")
+        check_depth("json_schema is", schema)
         return json.dumps(schema, allow_nan=False, default=_plain)
     except json.JSONDecodeError as e:
         raise InvalidRequestError(
             f"json_schema is not valid JSON: {e.msg} at line {e.lineno} column {e.colno}"
         ) from None
     except RecursionError:
-        raise InvalidRequestError("json_schema is nested too deeply") from None
+        raise InvalidRequestError(
+            f"json_schema is nested too deeply: more than {MAX_DEPTH} levels of objects and lists; nest fewer"
+        ) from None
+    except InvalidRequestError:
+        raise
     except ValueError as e:  # NaN, a cycle, an integer of over 4,300 digits
         raise InvalidRequestError(f"json_schema cannot be read as JSON: {e}") from None
 
@@ -207,6 +246,12 @@ def closed_objects(schema: dict[str, Any]) -> dict[str, Any]:
         is_open = lists and not part.keys() & _ABOUT_OTHERS
         if is_open and "/allOf/" not in pointer and id(part) not in are_parts and pointer not in named:
             part["additionalProperties"] = False
+            if not part.get("patternProperties"):  # a required member may be missing in the list
+                listed = part["properties"]
+                part["properties"] = {
+                    **listed,
+                    **{n: {} for n in part.get("required", ()) if n not in listed},
+                }
     return copy
 
 
@@ -244,6 +289,24 @@ def subschemas(
                     (pointer_to(f"{pointer}/{key}", name), member) for name, member in part[key].items()
                 ]
         waiting += reversed(inner)
+
+
+def with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema without OpenAPI 3.0's ``nullable``, a keyword that JSON Schema does not have.
+
+    Null becomes an additional type or alternative.
+    """
+    if not any(part.get("nullable") is True for _, part in subschemas(schema, logic=True)):
+        return schema
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, part in list(subschemas(copy, logic=True)):
+        if part.pop("nullable", False) is not True:
+            continue
+        if isinstance(part.get("type"), str):
+            part["type"] = [*{part["type"]: 0, "null": 0}]
+        elif "type" not in part and (moved := {key: part.pop(key) for key in _OTHER_PARTS & part.keys()}):
+            part["anyOf"] = [moved, {"type": "null"}]
+    return copy
 
 
 def _is_number(value: Any) -> bool:

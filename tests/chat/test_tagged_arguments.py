@@ -100,10 +100,11 @@ def test_arguments_without_names_follow_their_schema() -> None:
             of({"a": {"type": "string", "not": {"const": "x"}}}),
             "'not' cannot be enforced .* at #/properties/a",
         ),
-        (of({"a": False}), "allows no value"),
+        (of({"a": False}, required=["a"]), "'a' is required, but no value satisfies its schema"),
+        (of({"a": {"enum": [1], "type": "string"}}, required=["a"]), "'a' is required, but no value"),
+        (of({"a": {"enum": ["x", "y"], "pattern": "x"}}), "'pattern' cannot be combined with 'enum'"),
         (of({"a": {"$ref": "#/$defs/none"}}), "no schema at the reference '#/"),
         (of({"a": {"type": "string"}}, minProperties=1), "'minProperties' at the top"),
-        (of({"a": {"type": "string"}}, required=["zz"]), "'zz' is required"),
         (of(None), "'properties' is None; it must be an object"),
         (of({"a": {"$ref": "#/properties/a"}}), "refers to itself"),
         (of({"a>b": {"type": "string"}}), "must not be called 'a>b'"),
@@ -237,7 +238,7 @@ def test_types_are_kept_where_a_schema_cannot_be_followed(name: str) -> None:
     vocabulary = ByteVocabulary(family.specials)
     form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
     assert form.calls is not None
-    with pytest.raises(InvalidRequestError, match="items"):
+    with pytest.raises(InvalidRequestError, match="refers to itself"):
         form.grammar((tool,), "auto", True, prompt_tail=family.tail)
     relaxed = form.relaxed(tool, keeps_types=True)
     assert relaxed.parameters["properties"]["zip"] == {"type": ["null", "string"]}
@@ -289,8 +290,32 @@ def test_a_type_that_is_no_name_leaves_any_value(kinds: Any) -> None:
     assert properties == {"a": {}, "b": {"type": "string"}}
 
 
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "MiniMax M3", "Gemma 4", "LFM 2.5", "Kimi K3"])
+def test_objects_that_hold_themselves(name: str) -> None:
+    family = FAMILIES[name]
+    vocabulary = ByteVocabulary(family.specials)
+    form = ChatFormat.of(renderer(family.template), vocabulary.special_id)
+    assert form.calls is not None
+    ref = {"$ref": "#/$defs/T"}
+    tree = of(
+        {"v": {"type": "integer"}, "kids": {"type": "array", "items": ref}, "next": ref}, required=["v"]
+    )
+    tools = (Tool("get_weather", "", of({"t": ref}, **{"$defs": {"T": tree}})),)
+    tail = family.tail + "".join(family.think or ())
+    grammar = form.grammar(tools, "required", True, prompt_tail=tail)
+    assert grammar is not None
+    value = {"v": 1, "kids": [{"v": 2}, {"v": 3, "next": {"v": 4, "kids": [{"v": 5}]}}]}
+    for arguments, is_valid in (({"t": value}, True), ({"t": {**value, "next": {}}}, False)):
+        said = form.calls.written([("functions.get_weather:0", "get_weather", arguments)])
+        assert vocabulary.accepts(grammar, said) == is_valid
+        parser = form.parser(tools, "required", prompt_tail=tail)
+        (call,) = ChatMessage([parser.feed(said), parser.finish()]).tool_calls
+        assert call.arguments == arguments
+
+
 def test_alternatives_that_references_multiply_are_bounded() -> None:
-    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    ends = [f"#/$defs/d{i + 1}" for i in range(40)]
+    twice = {f"d{i}": {"anyOf": [{"$ref": end}, {"$ref": end, "maxLength": 9}]} for i, end in enumerate(ends)}
     parameters = of({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": {**twice, "d40": {"type": "string"}}})
     with pytest.raises(InvalidRequestError, match="'anyOf' has more than 2000 alternatives"):
         accepts(parameters, a="x")

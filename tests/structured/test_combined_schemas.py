@@ -137,6 +137,7 @@ EXACT: list[dict[str, Any]] = [
     {"prefixItems": [{"type": "integer"}], "unevaluatedItems": {"type": "string"}},
     {"items": {"type": "integer"}, "unevaluatedItems": False},
     {"properties": {"a": {"$dynamicRef": "#n"}}, "$defs": {"n": {"$dynamicAnchor": "n", "type": "string"}}},
+    {"type": ["array", "null"], "contains": {"const": 1}, "items": {"type": "string"}},
     # A map: its names have no order.
     {"type": "object", "propertyNames": {"enum": ["b", "a"]}, "additionalProperties": {"type": "integer"}},
     {"allOf": [{"propertyNames": {"enum": ["b", "a"]}}, AB]},
@@ -153,7 +154,6 @@ WIDE: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "array", "contains": {"pattern": "^a"}, "maxContains": 1}, "maxContains", "#"),
     ({"allOf": [{"type": "array", "contains": {"const": 1}}]}, "contains", "#/allOf/0"),
     ({"type": "array", "contains": {"const": 1}, "minContains": 300}, "contains", "#"),
-    ({"type": ["array", "null"], "contains": {"const": 1}, "items": {"type": "string"}}, "contains", "#"),
     ({"type": "object", "minProperties": 2}, "minProperties", "#"),
     (
         {"type": "object", "anyOf": [AB, {"required": ["c"]}], "unevaluatedProperties": False},

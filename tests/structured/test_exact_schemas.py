@@ -7,8 +7,10 @@ import logging
 import random
 import re
 from fractions import Fraction
+from time import thread_time
 from typing import Any
 
+import jsonschema
 import pytest
 from support.guided import accepts
 
@@ -16,7 +18,7 @@ import llamapipe as lp
 from llamapipe.chat._lark import json_value
 from llamapipe.compat.formats import FUNCTION_CALLING
 from llamapipe.errors import InvalidRequestError
-from llamapipe.structured._grammar import integer_range, number_bound
+from llamapipe.structured._grammar import SchemaGrammar, integer_range, number_bound
 from llamapipe.structured.compile import compile_guide
 
 LARGE = 2**60
@@ -348,12 +350,110 @@ def test_types_beside_alternatives(demo: lp.Model, kinds: Any, options: list[Any
     check(demo, schema, right, [text for text in _VALUES if text not in right])
 
 
-def test_a_type_beside_references_is_not_ignored(demo: lp.Model) -> None:
-    schema = {"type": ["array", "null"], "anyOf": [_UNIQUE, {"$ref": "#/$defs/any"}], "$defs": {"any": {}}}
+@pytest.mark.parametrize("name", ["any", "array", "circle"])
+def test_a_type_beside_references_is_not_ignored(demo: lp.Model, name: str) -> None:
+    definitions = {
+        "any": {"type": ["string", "null"]},
+        "array": {"type": ["array", "boolean"], "items": {"$ref": "#/$defs/flag"}},
+        "flag": {"anyOf": [{"const": LARGE}, {"type": "boolean"}]},
+        "circle": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/circle"}}, {"minimum": LARGE}]},
+    }
+    options = [{"const": [LARGE]}, {"$ref": f"#/$defs/{name}"}]
+    check_values(demo, {"type": ["array", "null"], "anyOf": options, "$defs": definitions}, _LARGE_VALUES)
+
+
+_LARGE_VALUES: list[Any] = [
+    None,
+    True,
+    "a",
+    1,
+    LARGE,
+    [],
+    [True],
+    [1],
+    ["a"],
+    [LARGE],
+    [LARGE, True],
+    [[LARGE]],
+    {},
+]
+_LARGE_VALUES += [{"a": LARGE}, {"a": 1}, {"a": "a"}, {"b": LARGE}, {"a": [LARGE], "b": "a"}]
+
+
+def check_values(demo: lp.Model, schema: Any, values: list[Any]) -> None:
+    """The mask allows a value if jsonschema does, and a schema that allows none of the values is refused."""
+    validator = jsonschema.Draft202012Validator(schema)
+    right = [json.dumps(value) for value in values if validator.is_valid(value)]
+    if not right:
+        with pytest.raises(InvalidRequestError):
+            compile_guide(demo, json_schema=schema)
+        return
+    factory = compile_guide(demo, json_schema=schema)
+    for value in values:
+        text = json.dumps(value, separators=(",", ":"))
+        assert accepts(demo, factory.new(), text) == (json.dumps(value) in right), (schema, text)
+
+
+_NOTHING: list[Any] = [
+    False,
+    {"enum": []},
+    {"enum": [1], "type": "string"},
+    {"enum": [LARGE], "type": "string"},
+    {"allOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": "integer", "minimum": LARGE, "maximum": 5},
+    {"type": "number", "minimum": 1e15 + 0.5, "maximum": 5},
+    {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": 3},
+    {"type": "array", "items": {"minimum": LARGE}, "minItems": 2, "maxItems": 1},
+    {"type": "object", "properties": {"a": False, "b": {"const": LARGE}}, "required": ["a", "b"]},
+]
+_N = {"$ref": "#/$defs/n"}
+
+
+@pytest.mark.parametrize("i", range(len(_NOTHING)), ids=lambda i: json.dumps(_NOTHING[i])[:40])
+def test_parts_that_allow_nothing_are_left_out(demo: lp.Model, i: int) -> None:
+    """Alternatives, items and members that need not be there, beside parts that are written here."""
+    nothing, large = _NOTHING[i], {"type": "integer", "minimum": LARGE}
+    parts: list[Any] = [
+        {"anyOf": [nothing, large]},
+        {"anyOf": [{"anyOf": [nothing, {"oneOf": [_N]}]}, large]},
+        {"type": ["integer", "array"], "anyOf": [_N, large]},
+        {"anyOf": [{"type": "array", "items": nothing}, large]},
+        {"anyOf": [{"type": "array", "items": _N, "minItems": 1}, large]},
+        {"type": "array", "prefixItems": [large, _N]},
+        {"type": "object", "properties": {"a": nothing, "b": large}},
+        {"type": "object", "properties": {"b": large}, "additionalProperties": nothing},
+        {"type": ["object", "string"], "properties": {"a": _N, "b": large}, "required": ["a"]},
+        # A rule refers to the rule around it, which allows nothing.
+        {"anyOf": [{"$ref": "#/$defs/circle"}, large]},
+    ]
+    circle = {"type": "object", "properties": {"b": {"$ref": "#/$defs/circle"}, "c": large, "a": _N}}
+    for part in parts[i % 3 :: 3]:
+        definitions = {"n": nothing, "circle": {**circle, "required": ["a"]}}
+        check_values(demo, {**part, "$defs": definitions}, _LARGE_VALUES)
+
+
+def test_a_schema_without_any_alternative_names_the_part(demo: lp.Model) -> None:
+    inside = {"type": "integer", "minimum": LARGE, "maximum": 5}
+    schema = {
+        "anyOf": [{"type": "array", "items": inside, "minItems": 1}, {"enum": [LARGE], "type": "string"}]
+    }
     with pytest.raises(
-        InvalidRequestError, match="at #/anyOf/1: 'type': it cannot be applied to a reference"
+        InvalidRequestError, match=r"^json_schema at #/anyOf/1: 'enum': no value satisfies it$"
     ):
         compile_guide(demo, json_schema=schema)
+    with pytest.raises(InvalidRequestError, match="at #/anyOf/0/items: 'minimum': no integer is from"):
+        compile_guide(demo, json_schema={"anyOf": [schema["anyOf"][0]]})
+
+
+def test_many_references_beside_a_type() -> None:
+    """The references of the whole schema are not looked at for each alternative, which took seconds."""
+    names = [f"d{i}" for i in range(1500)]
+    options = [{"const": LARGE}, *({"$ref": f"#/$defs/{name}"} for name in names)]
+    definitions = {name: {"enum": [name, 1]} for name in names}
+    grammar = SchemaGrammar({"type": "string", "anyOf": options, "$defs": definitions}, "compact")
+    began_s = thread_time()
+    assert "d1499" in grammar.text()
+    assert thread_time() - began_s < 1
 
 
 def test_errors_beside_what_is_written_here_have_their_place(demo: lp.Model) -> None:

@@ -37,6 +37,11 @@ DIALECTS: list[tuple[str, list[str], list[str]]] = [
     (r"^\ud83d\ude00\u00e9\x41\u{1F600}$", ["😀éA😀"], ["😀"]),
     (r"^[\ud83d\ude00-\ud83d\ude02]$", ["😁"], ["😃"]),
     (r"^[^[\]]+$", ["a(b)"], ["a[", "]"]),
+    # llguidance takes a class of all control characters for one with quotation marks and backslashes
+    (r"^[\x00-\x1f]$", ["\t", "\x01", "\x1f"], ['"', "\\"]),
+    (r"^[a\0-\x40]+$", ['\x01a"@'], ["\\"]),
+    (r"^[[:cntrl:]x]\p{Cc}$", ["x\n", "\n\x01"], ['x"', "\\\n"]),
+    (r"^[\x00-\x7f]$", ["\0", '"', "\\"], ["é"]),
     (r"^[[(]a[)\]]$", ["[a]", "(a)"], ["a"]),
     (r"^[!@&&*]+$", ["!@&*"], ["a"]),
     (r"^\<a\>\/\-\@$", ["<a>/-@"], ["a"]),

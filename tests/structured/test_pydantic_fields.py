@@ -23,8 +23,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import jsonschema
 import pytest
+from support.guided import accepts
 
 import llamapipe as lp
+from llamapipe.structured.compile import compile_guide
+from llamapipe.structured.schema import closed_objects
 
 pydantic = pytest.importorskip("pydantic")
 
@@ -216,3 +219,87 @@ def test_what_is_generated_validates(engine: lp.Engine, name: str) -> None:
             model.model_validate_json(out.text)
         else:
             jsonschema.validate(json.loads(out.text), schema, jsonschema.Draft202012Validator)
+
+
+class Letter(str, enum.Enum):
+    A = "a"
+    B = "b c"
+
+
+class Renamed(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+    x: int = Field(alias="a-x")
+    y: str | None = None
+
+
+class Open(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+    model_config = pydantic.ConfigDict(extra="allow")
+    a: int
+
+
+class Items(pydantic.RootModel[list[int]]):  # type: ignore[name-defined, misc]
+    pass
+
+
+DECIMAL, UTC = decimal.Decimal, datetime.timezone.utc
+# Values of a type, which the mask must allow as pydantic writes them.
+WRITTEN: list[tuple[Any, list[Any]]] = [
+    (Annotated[str, Field(pattern="^a+$")], ["a", "aa"]),
+    (pydantic.constr(min_length=1, max_length=3), ["a", "日本語"]),
+    (
+        decimal.Decimal,
+        [*map(DECIMAL, ("1.5", "-0.001", "1E+5", "123456789012345678901234567890.5", "0", "-0"))],
+    ),
+    (
+        Annotated[decimal.Decimal, Field(max_digits=6, decimal_places=2)],
+        [*map(DECIMAL, ("1234.56", "-0.5", "9999"))],
+    ),
+    (Annotated[decimal.Decimal, Field(max_digits=3)], [*map(DECIMAL, ("999", "1.23", "0.001"))]),
+    (Annotated[decimal.Decimal, Field(gt=DECIMAL("0.1"), multiple_of=DECIMAL("0.05"))], [DECIMAL("0.15")]),
+    (datetime.date, [datetime.date(2024, 2, 29), datetime.date.min, datetime.date.max]),
+    (
+        datetime.datetime,
+        [datetime.datetime(1, 1, 1, tzinfo=UTC), datetime.datetime(2024, 1, 1, 1, 1, 1, 123, tzinfo=UTC)],
+    ),
+    (datetime.time, [datetime.time(1, 2, 3), datetime.time(1, 2, 3, 5, tzinfo=UTC)]),
+    (datetime.timedelta, [datetime.timedelta(days=400, hours=2), datetime.timedelta(microseconds=-1)]),
+    (Literal["a", 1, True, None, 'é"\\\n'], ["a", 1, True, None, 'é"\\\n']),
+    (
+        list[Annotated[Cat | Dog, Field(discriminator="kind")]],
+        [[Cat(kind="cat", lives=9), Dog(kind="dog", good=True)]],
+    ),
+    (dict[int, str], [{1: "a", -5: "b"}, {}]),
+    (dict[float, int], [{1.5: 1}]),
+    (dict[datetime.date, int], [{datetime.date(2024, 1, 1): 1}]),
+    (dict[Letter, int], [{Letter.A: 1, Letter.B: 2}, {Letter.B: 1, Letter.A: 3}]),
+    (dict[Annotated[str, Field(pattern="^x")], int], [{"x": 1, "xy": 2}]),
+    (Annotated[dict[str, int], Field(min_length=1, max_length=2)], [{"a": 1}, {"a": 1, "b": 2}]),
+    (pydantic.conlist(int, min_length=1, max_length=2), [[1], [1, 2]]),
+    (Annotated[list[int], Field(max_length=0)], [[]]),
+    (Annotated[int, Field(multiple_of=5)], [0, 5, -10]),
+    (Annotated[float, Field(multiple_of=0.01)], [1.25, -0.07]),
+    (pydantic.conint(ge=-(2**63), le=2**63 - 1), [-(2**63), 2**63 - 1]),
+    (float, [1.0, 1e300, -1.5e-7]),
+    (Letter, [*Letter]),
+    (str | None, [None, "null"]),
+    (Renamed, [Renamed(**{"a-x": 1}), Renamed(**{"a-x": 1, "y": "z"})]),
+    (Open, [Open(a=1, b="x")]),
+    (Items, [Items([1, 2])]),
+    (Tree, [Tree(value=True, left=Tree(value=False))]),
+    (tuple[()], [()]),
+    (Point, [Point(1, 2.5)]),
+    (set[Letter], [set(), {Letter.A}, {*Letter}]),
+    (list[int] | list[str], [[1], ["a"], []]),
+    (pydantic.JsonValue, [{"a": [1, None, "x"]}, 1]),
+    (pydantic.AnyUrl, [pydantic.AnyUrl("mailto:a@b.c"), pydantic.AnyUrl("http://[::1]:8/ä?b#c")]),
+    (ipaddress.IPv6Address, [ipaddress.ip_address("fe80::1%eth0")]),
+]
+
+
+def test_what_pydantic_writes_is_allowed(demo: lp.Model) -> None:
+    for kind, values in WRITTEN:
+        adapter = pydantic.TypeAdapter(kind)
+        factory = compile_guide(demo, json_schema=closed_objects(adapter.json_schema()))
+        for value in values:
+            text = adapter.dump_json(value, by_alias=True).decode()
+            adapter.validate_json(text)
+            assert accepts(demo, factory.new(), text), (kind, text)

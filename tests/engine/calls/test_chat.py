@@ -18,6 +18,7 @@ from support.scripted_model import scripted_model
 
 import llamapipe as lp
 from llamapipe.chat.results import ChatMessage, ChatPiece
+from llamapipe.compat.formats import FUNCTION_CALLING
 from llamapipe.errors import EngineClosedError, InvalidRequestError
 from llamapipe.results import ChatDelta
 
@@ -535,3 +536,49 @@ class TestOddAnswers:
         message["me"] = message
         with pytest.raises(InvalidRequestError, match="nested too deeply"):
             engine.chat([message], GREEDY)
+
+    def test_values_that_are_nested_deeply(self) -> None:
+        """Each is accepted, or refused with the limit: none exhausts Python's stack."""
+        one = lp.SamplingParams(max_tokens=1)
+        call = {"id": "1", "type": "function"}
+        with (
+            lp.Model(lp.demo_model_path(), chat_template=FUNCTION_CALLING) as model,
+            lp.Engine(model, n_ctx=8192, n_seq_max=1) as engine,
+        ):
+
+            def ask(schema: Any, value: Any, text: str, place: int) -> object:
+                parameters = {"type": "object", "properties": {"a": schema}}
+                tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+                arguments = {"a": value} if place == 2 else f'{{"a": {text}}}'
+                calls = [{**call, "function": {"name": "f", "arguments": arguments}}]
+                called = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}]
+                match place:
+                    case 0:
+                        return engine.chat(HELLO, one, tools=tools)
+                    case 1:
+                        return engine.chat(HELLO, one, tools=tools, tool_choice="required")
+                    case 2 | 3:
+                        return engine.chat(called, one)
+                    case 4:
+                        return engine.chat([{**HELLO[0], "more": value}], one)
+                    case 5:
+                        return engine.chat(HELLO, one, template_args={"more": value})
+                    case 6:
+                        return engine.chat(HELLO, one, response_format=parameters)
+                return lp.SamplingParams(json_schema=parameters)
+
+            refused: dict[tuple[int, int], str] = {}
+            for n, places in ((100, (1, 6)), (400, range(8)), (10_000, (0, 2, 4, 5, 6, 7))):
+                schema: Any = {"type": "string"}
+                value: Any = 1
+                for _ in range(n):
+                    schema, value = {"anyOf": [schema]}, [value]
+                for place in places:
+                    try:
+                        ask(schema, value, f"{'[' * n}1{']' * n}", place)
+                    except InvalidRequestError as e:
+                        refused[n, place] = str(e)
+            assert all("levels of objects and lists" in message for message in refused.values())
+            # The arguments of an earlier call may be any text.
+            assert [place for n, place in refused if n == 400] == [0, 1, 2, 4, 5, 6, 7]
+            assert [place for n, place in refused if n == 100] == [1, 6]

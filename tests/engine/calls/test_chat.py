@@ -551,7 +551,7 @@ class TestOddAnswers:
                 tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
                 arguments = {"a": value} if place == 2 else f'{{"a": {text}}}'
                 calls = [{**call, "function": {"name": "f", "arguments": arguments}}]
-                called = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}]
+                called: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}]
                 match place:
                     case 0:
                         return engine.chat(HELLO, one, tools=tools)

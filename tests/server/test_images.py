@@ -50,6 +50,15 @@ def test_openais_chat_takes_images(url: str) -> None:
     assert answer["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("path", ["/apply-template", "/tokenize"])
+def test_an_image_has_no_text(url: str, path: str) -> None:
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    error = httpx.post(url + path, json=body).json()["error"]
+    assert error["param"] == "messages.0.content.0"
+    assert error["message"].endswith("; /v1/chat/completions/input_tokens counts its tokens")
+
+
 @pytest.mark.parametrize("detail", ["auto", "high"])
 def test_a_detail_is_named(url: str, detail: str) -> None:
     """The projector chooses the resolution."""

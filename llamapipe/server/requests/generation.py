@@ -266,6 +266,19 @@ async def n_prompt_tokens(
     return len(await job.tokens())
 
 
+def refuse_media(state: ServerState, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequestError for images and sounds, where only text can be returned."""
+    medium = first_media(messages)
+    if (
+        medium is not None and state.engine.model.projector is not None
+    ):  # else the template's check reports it
+        place, kind = medium
+        raise InvalidRequestError(
+            f"{place} has the type {quoted(kind)}, which has no text and no token ids; "
+            "/v1/chat/completions/input_tokens counts its tokens"
+        )
+
+
 async def tokenize_chat(
     state: ServerState,
     messages: Sequence[Mapping[str, Any]],

@@ -23,6 +23,7 @@ from llamapipe.server.requests.generation import (
     input_tokens,
     n_prompt_tokens,
     note_unread,
+    refuse_media,
     template_args,
     with_default_args,
     with_system,
@@ -185,6 +186,7 @@ async def apply_template(exchange: Exchange, request: ChatRequest) -> Response:
         return prompts.render(messages, functions, adds_prompt, args, continue_last)
 
     try:
+        refuse_media(state, messages)
         refuse_long_chat(state, sent)
         prompt = await state.in_thread(rendered, size=size_of(sent))
     except InvalidRequestError as e:

@@ -23,6 +23,7 @@ from llamapipe.server.requests.generation import (
     about_conversation,
     check_template_args,
     mixed_tokens,
+    refuse_media,
     tokenize_chat,
     tokenized,
     with_default_args,
@@ -126,6 +127,7 @@ async def tokenize(exchange: Exchange, request: TokenizeRequest) -> Response:
         messages = with_system(state, sent)
         adds_prompt = request.add_generation_prompt is not False
         try:
+            refuse_media(state, messages)
             tokens = await tokenize_chat(state, messages, request.tools, adds_prompt, args, continued)
         except InvalidRequestError as e:
             raise about_conversation(e, sent, n_added=len(messages) - len(sent)) from None

@@ -81,9 +81,8 @@ class TaggedArguments:
         self._n_tries = 0
         # By the schema's id(); with the schema, so that no other object gets the same id.
         self._targets: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._fitting: dict[
-            tuple[int, int], tuple[Any, bool]
-        ] = {}  # by the id() of the schema and of the value
+        # By the id() of the schema and of the value, while one value is compared.
+        self._fitting: dict[tuple[int, int], tuple[Any, bool]] = {}
         self._options: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
         self._known_types: dict[int, tuple[Any, set[str]]] = {}
         whole = self.resolved(parameters)
@@ -96,19 +95,15 @@ class TaggedArguments:
         properties = whole.get("properties", {})
         if not isinstance(properties, dict):
             raise InvalidRequestError("parameters: 'properties' must be an object")
-        self.required = set(whole.get("required", ()))
+        others = whole.get("additionalProperties")
+        is_open = others is not False and (not properties or others is not None)
+        required = dict.fromkeys(whole.get("required", ()))
+        properties = {**dict.fromkeys(required, True if others is None else others), **properties}
+        self.required = set(required)
         self.properties: dict[str, dict[str, Any]] = self.members(properties, self.required)
         for name, member in self.properties.items():
             self._check(name, member)
         self.keys = tuple(self.properties)
-        unlisted = self.required - self.properties.keys()
-        if unlisted:
-            raise InvalidRequestError(
-                f"parameters: {quoted(min(unlisted))} is required but not listed in 'properties', "
-                "as this model's calls need"
-            )
-        others = whole.get("additionalProperties")
-        is_open = others is not False and (not properties or others is not None)
         self.hidden = tuple(properties)  # names that no other argument may have
         self.open_schema = self.resolved(others) if isinstance(others, dict) else {}
         self._check("additionalProperties", self.open_schema)

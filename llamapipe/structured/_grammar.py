@@ -555,6 +555,8 @@ class SchemaGrammar:
         if is_after:
             return f"({self._comma} {item}){{{low},{'' if high is None else high}}}"
         tail = f"({self._comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        if high == 1:  # Lark has no repetition of at most 0 times
+            tail = ""
         return f"({item} {tail})" + ("" if low else "?")
 
     def _counted(self, pointer: str, node: Node, least: int, most: Any) -> str:

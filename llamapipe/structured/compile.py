@@ -17,6 +17,7 @@ from itertools import islice
 from time import thread_time
 from types import MappingProxyType
 from typing import Any, Final
+from urllib.parse import quote
 
 from llamapipe.errors import DecodeError, InvalidRequestError
 from llamapipe.host.at_exit import awaited_at_exit
@@ -26,10 +27,11 @@ from llamapipe.locks import Lock
 from llamapipe.structured._grammar import SchemaGrammar
 from llamapipe.structured._guide import DEAD_END, GrammarTokenizer, Guide, llguidance, message_of
 from llamapipe.structured._logic import WAYS, without_logic
-from llamapipe.structured._rewrite import rewritten
+from llamapipe.structured._rewrite import Node, rewritten
 from llamapipe.structured.budget import TooLongError
 from llamapipe.structured.schema import (
     Schema,
+    resolved,
     schema_object,
     schema_text,
     subschemas,
@@ -207,6 +209,9 @@ class _Compiler:
             schema, start = self._schema(schema_object(text), whitespace)
             written = schema.alone()
             start = start or self._matcher(written)
+            if start.is_error() and (mended := self._without_empty_definitions(schema)) is not schema:
+                schema, written = mended, mended.alone()
+                start = self._matcher(written)
             if start.is_error():
                 raise InvalidRequestError(self._schema_error(schema.grammar, message_of(start)))
         else:
@@ -216,10 +221,11 @@ class _Compiler:
             elif kind == "regex":
                 written = _regex_grammar(text)
             else:
-                text, schemas = self._with_rewritten_schemas(text)
-                larks = {f"json_{i}": schema.lark for i, schema in enumerate(schemas)}
-                written = _grammar(text, {name: lark for name, lark in larks.items() if lark is not None})
+                written, schemas = self._with_rewritten_schemas(text)
             start = self._matcher(written)
+            if schemas and start.is_error() and _UNSATISFIABLE in message_of(start):
+                written, schemas = self._with_rewritten_schemas(text, leaves_out=True)
+                start = self._matcher(written)
             if start.is_error():
                 # The answers of a chat follow our Lark grammar, which contains the caller's schemas. Report an error in
                 # such a schema as an error in a JSON schema, without our lines.
@@ -308,21 +314,53 @@ class _Compiler:
         result = replace(result, grammar=grammar, lark=grammar.text(empty))
         return result, self._matcher(result.alone())
 
-    def _with_rewritten_schemas(self, lark: str) -> tuple[str, list[_Written]]:
-        """Return a Lark grammar with its schemas from ``with_options`` rewritten, and the rewritten schemas.
+    def _without_empty_definitions(self, schema: _Written) -> _Written:
+        """Return the schema with ``false`` for references to definitions that allow nothing.
 
-        If the i-th schema is itself written in Lark, the grammar refers to it as ``@json_i``.
+        llguidance leaves out alternatives and members that allow nothing, but it refuses references to such schemas.
+        """
+        root = schema.grammar.root
+        if schema.lark is not None or "while processing" not in message_of(self._matcher(schema.alone())):
+            return schema
+        shared: Node = {key: root[key] for key in ("$schema", "$id", "$defs", "definitions") if key in root}
+        until_s = thread_time() + _MAX_SEARCH_S
+        empty: dict[str, bool] = {}
+        copy = json.loads(json.dumps(root))
+        for pointer, part in [*subschemas(copy)][:_MAX_TRIED]:
+            place = resolved(copy, part.get("$ref"))
+            if place is None or not isinstance(place[1], dict) or pointer == "#" or thread_time() > until_s:
+                continue
+            if place[0] not in empty:
+                matcher = self._matcher(_bare_json_grammar({**shared, **place[1]}))
+                empty[place[0]] = matcher.is_error() and _UNSATISFIABLE in message_of(matcher)
+            above, _, name = pointer.rpartition("/")
+            if empty[place[0]] and (holder := resolved(copy, quote(above, safe="#/~$"))) is not None:
+                name = name.replace("~1", "/").replace("~0", "~")
+                holder[1][int(name) if isinstance(holder[1], list) else name] = False
+        if not any(empty.values()):
+            return schema
+        return replace(schema, grammar=SchemaGrammar(copy, schema.whitespace))
+
+    def _with_rewritten_schemas(self, lark: str, leaves_out: bool = False) -> tuple[str, list[_Written]]:
+        """Return the grammar of a Lark text with its schemas from ``with_options`` rewritten, and these schemas.
+
+        If the i-th schema is itself written in Lark, the text refers to it as ``@json_i``. ``leaves_out``: leave out
+        references to definitions that allow nothing.
         """
         parts: list[str] = []
         schemas: list[_Written] = []
         at = 0
         for start, end, schema, whitespace in _schemas_in(lark):
             result, _ = self._schema(schema, whitespace)
+            if leaves_out:
+                result = self._without_empty_definitions(result)
             plain = f"%json {json.dumps(with_options(result.grammar.root, whitespace))}"
             parts += [lark[at:start], plain if result.lark is None else f"@json_{len(schemas)}"]
             schemas.append(result)
             at = end
-        return "".join([*parts, lark[at:]]), schemas
+        larks = {f"json_{i}": schema.lark for i, schema in enumerate(schemas)}
+        others = {name: lark for name, lark in larks.items() if lark is not None}
+        return _grammar("".join([*parts, lark[at:]]), others), schemas
 
     def _schema_error(self, grammar: SchemaGrammar, message: str) -> str:
         """Return the error message with a JSON pointer.

@@ -147,6 +147,29 @@ def test_arguments_beside_the_listed_ones(tiny: lp.Model, name: str) -> None:
             assert [call.arguments for call in answer.tool_calls] == [arguments], said
 
 
+@pytest.mark.parametrize("name", STYLES)
+def test_required_arguments_that_are_not_listed(tiny: lp.Model, name: str) -> None:
+    form, tail = form_of(name), FAMILIES[name].tail + "".join(FAMILIES[name].think or ())
+    assert form.calls is not None
+    for parameters, right, wrong in (
+        (
+            of({"a": {"type": "integer"}}, required=["b"]),
+            [{"b": 1}, {"a": 1, "b": "x"}],
+            [{"a": 1}, {"b": 1, "c": 1}],
+        ),
+        (
+            of({"a": {}}, required=["b"], additionalProperties={"type": "integer"}),
+            [{"b": 1}],
+            [{"a": 1}, {"b": "x"}],
+        ),
+    ):
+        grammar = form.grammar((Tool("f", "", parameters),), "required", False, prompt_tail=tail)
+        factory = compile_guide(tiny, lark=grammar)
+        for arguments in [*right, *wrong]:
+            said = form.calls.written([("1", "f", arguments)])
+            assert accepts(tiny, factory.new(), said) == (arguments in right), (parameters, arguments)
+
+
 def test_a_string_that_an_alternative_allows_is_not_converted() -> None:
     """Gemma writes marks around strings, so "1" is no number, whichever alternative is the first."""
     form, tail = form_of("Gemma 4"), FAMILIES["Gemma 4"].tail

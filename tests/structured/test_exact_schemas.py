@@ -432,6 +432,30 @@ def test_parts_that_allow_nothing_are_left_out(demo: lp.Model, i: int) -> None:
         check_values(demo, {**part, "$defs": definitions}, _LARGE_VALUES)
 
 
+@pytest.mark.parametrize("nothing", _NOTHING[1:], ids=lambda nothing: json.dumps(nothing)[:40])
+def test_references_to_what_allows_nothing_are_left_out(demo: lp.Model, nothing: Any) -> None:
+    """Also where no part is written here, for an answer and inside the grammar of a chat."""
+    definitions = {"n": nothing, "m/~": {"anyOf": [_N]}}
+    for schema in (
+        {"type": "array", "items": {"$ref": "#/$defs/m~1~0"}},
+        {"type": "object", "properties": {"a": _N, "b": {"type": "integer"}}},
+        {"anyOf": [_N, {"type": "array", "prefixItems": [_N]}, {"type": "string"}]},
+    ):
+        check_values(demo, {**schema, "$defs": definitions}, _LARGE_VALUES)
+    inside = f"start: {json_value({**schema, '$defs': definitions})}"
+    assert accepts(demo, compile_guide(demo, lark=inside).new(), '"a"')
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (1, 1), (1, 2), (2, 2), (0, 0)])
+def test_counts_of_items_and_members(demo: lp.Model, least: int, most: int) -> None:
+    large = {"type": "integer", "minimum": LARGE}
+    values = [[LARGE] * n for n in range(4)] + [dict.fromkeys("abc"[:n], LARGE) for n in range(4)]
+    counts = {"minItems": least, "maxItems": most, "minProperties": least, "maxProperties": most}
+    check_values(
+        demo, {"type": ["array", "object"], "items": large, "additionalProperties": large, **counts}, values
+    )
+
+
 def test_a_schema_without_any_alternative_names_the_part(demo: lp.Model) -> None:
     inside = {"type": "integer", "minimum": LARGE, "maximum": 5}
     schema = {

@@ -447,7 +447,7 @@ def fuzz(session: nox.Session) -> None:
     session.env.update(LLAMAPIPE_INTERRUPTED_LINES="all", LLAMAPIPE_MEDIA_MUTANTS="5000")
     files = ("generated_calls", "failing_calls", "interrupts")
     default = [f"tests/process/test_{name}.py" for name in files]
-    media = ["tests/media/test_hostile_media.py", "tests/server/test_hostile_images.py"]
+    media = ["tests/media/test_hostile_media.py", "tests/server/attacks/test_hostile_images.py"]
     _pytest(session, default=[*default, "tests/gguf/test_gguf_fuzz.py", *media])
 
 

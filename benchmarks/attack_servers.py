@@ -7,7 +7,7 @@ Each serves the same small application on the loopback address, in its own proce
 without end, two million fields, 400 unfinished heads, 40 unfinished bodies of 15 MB, offers of HTTP/2, HTTP/1.0 and
 ambiguous requests, and prints the answers, the memory that they cost, and how long ``/health`` took meanwhile. Then it
 measures 256 streams of 64 events. Use it to choose a server, or before a new version of one is used;
-``tests/server/test_attacks.py`` holds the server to the results.
+``tests/server/attacks/test_attacks.py`` holds the server to the results.
 """
 
 from __future__ import annotations

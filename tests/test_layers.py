@@ -146,6 +146,12 @@ def test_no_module_imports_itself_by_a_detour(inside: str) -> None:
     assert not cycle, "\n".join(f"{name} -> {', '.join(sorted(those))}" for name, those in cycle.items())
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("llamapipe.server.routes.")])
+def test_a_route_knows_no_other_routes(name: str) -> None:
+    """What several of them need is in ``llamapipe/server/requests``."""
+    assert not {other for other in imported(name) if other.startswith("llamapipe.server.routes.")}
+
+
 @pytest.mark.parametrize("name", ["state", "gate", "requests.limits"])
 def test_what_requests_share_knows_no_route(name: str) -> None:
     known, new = set[str](), {f"llamapipe.server.{name}"}

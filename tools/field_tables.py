@@ -19,21 +19,16 @@ from page_sections import with_section
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # after an installed llamapipe
 
 from llamapipe.server._fields import Fate, Only, Unused, fates, inner_types
+from llamapipe.server.requests.ollama_models import Options, _Table
 from llamapipe.server.requests.sampling import Sampling
+from llamapipe.server.requests.text_options import Streamed
 from llamapipe.server.routes.anthropic import CountRequest, MessagesRequest
 from llamapipe.server.routes.chat import ChatRequest
-from llamapipe.server.routes.completions import CompletionRequest, Streamed
+from llamapipe.server.routes.completions import CompletionRequest
 from llamapipe.server.routes.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from llamapipe.server.routes.llama_server import InfillRequest, LlamaCompletionRequest, LlamaServerRequest
 from llamapipe.server.routes.mistral import FimRequest
-from llamapipe.server.routes.ollama import (
-    EmbedRequest,
-    GenerateRequest,
-    Generates,
-    OllamaChatRequest,
-    Options,
-    _Table,
-)
+from llamapipe.server.routes.ollama import EmbedRequest, GenerateRequest, Generates, OllamaChatRequest
 from llamapipe.server.routes.responses import ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "server.md"

@@ -21,7 +21,7 @@ from llamapipe.errors import LlamapipeError
 from llamapipe.fleet.command import command_calling
 from llamapipe.gguf.check import check_gguf
 from llamapipe.llama.model import Model
-from llamapipe.server.routes.ollama import modelfile_of, modelfiles
+from llamapipe.server.requests.ollama_models import modelfile_of, modelfiles
 from llamapipe.server.routes.ollama_descriptions import shown_model
 
 _MOST_S = 300.0

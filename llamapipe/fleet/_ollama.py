@@ -22,8 +22,9 @@ from llamapipe.fleet.pool import ModelState, Pool, PooledModel
 from llamapipe.ollama_models import PREFIX as OLLAMA
 from llamapipe.server.endpoint import Endpoint, Exchange, JsonResponse, get, post
 from llamapipe.server.errors import ApiError
-from llamapipe.server.routes import ollama_descriptions, ollama_files
-from llamapipe.server.routes.ollama import full_name
+from llamapipe.server.requests.ollama_models import full_name
+from llamapipe.server.requests.permissions import check_allowed
+from llamapipe.server.routes import ollama_descriptions, ollama_files, page
 
 if TYPE_CHECKING:
     from llamapipe.server.settings import ServerSettings
@@ -47,7 +48,7 @@ class OllamaModels:
     def routes(self) -> list[Endpoint]:
         """Return the routes."""
         return [
-            get("/", ollama_descriptions.root, has_key=False),
+            get("/", page.page_or_name, has_key=False),
             get("/api/version", ollama_descriptions.version, "The version of this API."),
             get("/api/tags", self.tags, "The models."),
             post("/api/show", self.show, ollama_descriptions.ShowRequest, "What a model is and can do."),
@@ -157,7 +158,7 @@ class OllamaModels:
         name = ollama_files.named(request)
         model = self._pool.find(name)
         if name.removesuffix(":latest") in model.copies:
-            ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
+            check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
             self._pool.forget(name)
             return Response()
         reference = model.entry.reference
@@ -167,7 +168,7 @@ class OllamaModels:
             raise ApiError(
                 403, f"the model {quoted(model.name)} is in the list of --models; take it out there", "model"
             )
-        ollama_files.check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
+        check_allowed(exchange, self._settings.allow_delete, "--allow-delete")
         self._pool.drop(model)
         try:
             await asyncio.to_thread(hub.delete, *hub.parse(reference))
@@ -177,7 +178,7 @@ class OllamaModels:
 
     async def copy(self, exchange: Exchange, request: ollama_files.CopyRequest) -> Response:
         """``POST /api/copy``: another name for a model, until the server ends. Loads nothing."""
-        ollama_files.check_allowed(exchange, self._settings.allow_pull, "--allow-pull")
+        check_allowed(exchange, self._settings.allow_pull, "--allow-pull")
         model = self._pool.find(request.source)
         if request.source.removesuffix(":latest") in model.entry.adapters:
             raise ApiError(400, f"{quoted(request.source)} is an adapter, which has one name", "source")

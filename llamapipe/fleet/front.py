@@ -49,9 +49,9 @@ from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import event
 from llamapipe.server.mcp.file import entries_of
 from llamapipe.server.metrics import CONTENT_TYPE, Family, Metrics, Sample, render
+from llamapipe.server.requests.forms import form_model
+from llamapipe.server.requests.ollama_models import kept_s
 from llamapipe.server.routes import page, system
-from llamapipe.server.routes.ollama import kept_s
-from llamapipe.server.routes.transcriptions import form_model
 from llamapipe.server.run import HttpServer
 from llamapipe.server.settings import ServerSettings
 from llamapipe.work.long_work import LongWork

@@ -23,6 +23,7 @@ from llamapipe.server._guard import Guard
 from llamapipe.server.endpoint import Endpoint, Exchange, Handler, LineStream, delete, get, post
 from llamapipe.server.errors import ApiError
 from llamapipe.server.gate import Gate
+from llamapipe.server.requests.ollama_models import is_named, read_modelfiles
 from llamapipe.server.routes import (
     adapters,
     anthropic,
@@ -65,7 +66,7 @@ def app(
         raise TypeError(f"settings must be ServerSettings, not {type(settings).__name__}")
     state = ServerState(engine, settings or ServerSettings(), embedder)
     if state.settings.ollama:
-        ollama.read_modelfiles(state)
+        read_modelfiles(state)
     endpoints = (
         *ROUTES,
         *(OLLAMA_ROUTES if state.settings.ollama else ()),
@@ -100,7 +101,7 @@ def _of_model(handler: Handler) -> Handler:
     async def checked(exchange: Exchange) -> Response:
         name = exchange.query_params.get("model")
         state = exchange.server
-        if name and not ollama.is_named(name, *state.all_names):
+        if name and not is_named(name, *state.all_names):
             state.check_name(name)
         return await handler(exchange)
 
@@ -226,7 +227,7 @@ OLLAMA_ROUTES = (
          stream_media=_LINES),
     post("/api/copy", ollama_files.copy, ollama_files.CopyRequest, "Give the model another name.", ("403",)),
     post("/api/delete", ollama_files.delete, ollama_files.DeleteRequest, "Delete a file.", ("403",), method="DELETE"),
-    get("/", ollama_descriptions.root, has_key=False),
+    get("/", page.page_or_name, has_key=False),
 )  # fmt: skip
 _PAGE_ROUTES = (get("/", page.page, has_key=False), get("/timeline", _of_model(page.timeline)))
 PAGE_ROUTES = (  # the page's routes that need no model

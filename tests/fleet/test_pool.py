@@ -174,7 +174,8 @@ class TestForwarding:
     def test_the_only_model_of_its_kind_needs_no_name(self, server: PoolServer) -> None:
         answer = server.client.post("/v1/embeddings", json={"input": "Hello", "model": "bert"})
         assert len(answer.json()["data"][0]["embedding"]) > 1
-        assert server.client.post("/v1/embeddings", json={"input": "Hello"}).json() == answer.json()
+        other = server.client.post("/v1/embeddings", json={"input": "Hello"})
+        assert {**other.json(), "id": ""} == {**answer.json(), "id": ""}
         missing = server.client.post("/v1/completions", json=SHORT)
         assert missing.status_code == 400
         assert "small" in missing.json()["error"]["message"]

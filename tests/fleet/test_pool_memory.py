@@ -33,7 +33,7 @@ from llamapipe.fleet.pool import _PATIENCE_S, ModelState, Pool
 from llamapipe.host.cores import CoreShare
 from llamapipe.host.memory import resident_bytes
 from llamapipe.server.errors import ApiError
-from llamapipe.server.routes.ollama import kept_s
+from llamapipe.server.requests.ollama_models import kept_s
 
 OPTIONS = ("--n-ctx", "8192", "--n-seq-max", "2")
 COMMON = {"n_ctx": 8192, "n_seq_max": 2}

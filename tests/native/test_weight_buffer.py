@@ -59,7 +59,7 @@ def test_matrices_are_repeated(kind: str, n_rows: int) -> None:
 @pytest.mark.parametrize("has_own_rows", [False, True])
 @pytest.mark.parametrize("n_rows", [64, 1001])
 def test_experts_multiply_the_rows_of_their_tokens(kind: str, n_rows: int, has_own_rows: bool) -> None:
-    """Of eight experts two are used by no token, and one by all. With ``has_own_rows``, every expert has its own row."""
+    """Of eight experts two are used by no token, and one by all. ``has_own_rows``: each has a row."""
     ids = [[0, 1], [0, 5], [0, 3], [4, 0], [0, 7], [0, 1]]
     x = random(len(ids), 2 if has_own_rows else 1, N_COLUMNS)
     Product(kind, random(8, n_rows, N_COLUMNS), x, np.array(ids)).check()

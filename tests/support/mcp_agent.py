@@ -16,7 +16,7 @@ from agents.clients import TEMPLATE, said
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server._tools import tools_of
-from llamapipe.server.routes.responses import messages_of
+from llamapipe.server.requests.items import messages_of
 from support.control import PATIENCE_S, wait_until
 from support.mcp_servers import PROGRAM, entry, write_file
 from support.run_script import free_port

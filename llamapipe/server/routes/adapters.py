@@ -19,7 +19,7 @@ from llamapipe.errors import ModelLoadError
 from llamapipe.server._fields import Only, Unused
 from llamapipe.server.endpoint import Exchange
 from llamapipe.server.errors import ApiError, no_model
-from llamapipe.server.routes.ollama_files import check_allowed
+from llamapipe.server.requests.permissions import check_allowed
 from llamapipe.server.state import ServerState
 
 _MOST_LOADED = 64

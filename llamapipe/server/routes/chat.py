@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from starlette.responses import Response
 
-from llamapipe._messages import quoted
 from llamapipe.chat.options import ChatOptions
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server._fields import Only, Unused, fates
-from llamapipe.server._tools import Tools, custom_arguments, tools_of
+from llamapipe.server._tools import Tools, tools_of
 from llamapipe.server.dialects.chat import ChatEncoder
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
-from llamapipe.server.errors import ApiError, as_sent
+from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import (
     ChatJob,
     Continued,
@@ -31,12 +30,12 @@ from llamapipe.server.requests.generation import (
 from llamapipe.server.requests.job import encode_stream, record_counts
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top, refuse_long_chat
 from llamapipe.server.requests.media import note_details
+from llamapipe.server.requests.openai_messages import continued_part, engine_messages
 from llamapipe.server.requests.sampling import adapters_of, chosen_samplers, predicted, take_random_seed
+from llamapipe.server.requests.text_options import Streamed, token_limit
 from llamapipe.server.requests.time_limit import check_time_limit
-from llamapipe.server.routes.completions import Streamed, token_limit
 from llamapipe.work.long_work import size_of
 
-Message = Mapping[str, Any]
 _NO_AUDIO = "this server answers in text"
 
 
@@ -247,15 +246,6 @@ def _job(exchange: Exchange, request: ChatRequest, tools: Tools) -> ChatJob:
     )
 
 
-_CONTINUED: dict[bool | str | None, Any] = {
-    None: False,
-    False: False,
-    True: True,
-    "content": "content",
-    "reasoning_content": "reasoning",
-}
-
-
 def _continue_last(request: ChatRequest) -> Continued:
     """Return which part of the last message an answer continues. Raises ApiError 400."""
     continued = continued_part(
@@ -269,58 +259,6 @@ def _continue_last(request: ChatRequest) -> Continued:
             "add_generation_prompt",
         )
     return continued
-
-
-def continued_part(
-    messages: Sequence[Message], wanted: bool | str | None, adds_prompt: bool | None
-) -> Continued:
-    """Return which part of the last message a prompt ends in. Raises ApiError 400.
-
-    ``wanted``, ``adds_prompt``: the fields ``continue_final_message`` and ``add_generation_prompt``.
-    """
-    if _has_prefix(messages) and wanted is None:
-        wanted = True
-    if wanted and adds_prompt:
-        raise ApiError(
-            400,
-            "add_generation_prompt begins a new message, and continue_final_message or prefix continues the last one; "
-            "give one of them",
-            "continue_final_message",
-        )
-    role = messages[-1].get("role") if messages else None
-    if wanted and isinstance(role, str) and role != "assistant":
-        raise ApiError(
-            400,
-            f"continue_final_message or prefix is set, and the last message has the role {quoted(role)}: only an "
-            "assistant message can be continued",
-            "continue_final_message",
-        )
-    part: Continued = _CONTINUED[wanted]
-    return part
-
-
-def _has_prefix(messages: Sequence[Message]) -> bool:
-    """Return whether the last message has ``"prefix": true``, as in the APIs of DeepSeek and Mistral, and of LiteLLM.
-
-    Raises ApiError 400 for another value, and for one in an earlier message.
-    """
-    for i, message in enumerate(messages):
-        prefix = message.get("prefix")
-        if prefix is None or prefix is False:
-            continue
-        if prefix is not True:
-            raise ApiError(
-                400,
-                f"messages.{i}.prefix is {as_sent(prefix)}; it must be true or false",
-                f"messages.{i}.prefix",
-            )
-        if i < len(messages) - 1:
-            raise ApiError(
-                400,
-                f"messages.{i}.prefix is true; only the last message can be continued: leave it out here",
-                f"messages.{i}.prefix",
-            )
-    return bool(messages) and messages[-1].get("prefix") is True
 
 
 def _reasoning_format(request: ChatRequest) -> Any:
@@ -371,31 +309,3 @@ def _signatures(tools: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
     """Return the name and the parameters of each function among ``tools``; None for a missing one."""
     functions = [tool.get("function") for tool in tools]
     return [(f.get("name"), f.get("parameters")) if isinstance(f, dict) else (None, f) for f in functions]
-
-
-def engine_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with custom tool calls and OpenAI's older ``function_call`` converted to function calls."""
-    converted: list[Message] = []
-    for message in messages:
-        role, older = message.get("role"), message.get("function_call")
-        calls = message.get("tool_calls")
-        if role == "function":  # the result of an older function_call
-            converted.append({**message, "role": "tool"})
-        elif role == "assistant" and isinstance(older, Mapping) and not calls:
-            call = {"id": f"call_{len(converted)}", "type": "function", "function": dict(older)}
-            rest = {key: value for key, value in message.items() if key != "function_call"}
-            converted.append({**rest, "tool_calls": [call]})
-        elif isinstance(calls, list):
-            converted.append({**message, "tool_calls": [_call(call) for call in calls]})
-        else:
-            converted.append(message)
-    return converted
-
-
-def _call(call: Any) -> Any:
-    custom = call.get("custom") if isinstance(call, Mapping) else None
-    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
-        return call
-    function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
-    rest = {key: value for key, value in call.items() if key != "custom"}
-    return {**rest, "type": "function", "function": function}

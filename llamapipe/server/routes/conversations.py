@@ -6,22 +6,21 @@ answers them itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from llamapipe._messages import did_you_mean, quoted
+from llamapipe._messages import quoted
 from llamapipe.server._background import follow
 from llamapipe.server.endpoint import EventStream, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.items import check_items
 from llamapipe.server.requests.kept import read, resolve_references, store_of, write
 from llamapipe.server.requests.limits import check_metadata, check_n_messages
-from llamapipe.server.routes.responses import check_include, check_items
-from llamapipe.server.store.answers import Item, Page
+from llamapipe.server.requests.listing import MOST_DIGITS, listing, page_of, query
+from llamapipe.server.store.answers import Item
 
-_MOST_DIGITS = 15  # of a number in a query
 _MOST_LISTED = 100  # the API's limits
 
 
@@ -54,7 +53,7 @@ async def get_response(exchange: Exchange) -> Response:
     if stream not in ("true", "1", "false", "0"):
         raise ApiError(400, f"stream is {quoted(parameters['stream'])}; it must be true or false", "stream")
     if stream in ("true", "1"):
-        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= _MOST_DIGITS):
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= MOST_DIGITS):
             raise ApiError(
                 400, f"starting_after is {quoted(after)}; it must be the number of an event", "starting_after"
             )
@@ -142,45 +141,6 @@ async def _listed(exchange: Exchange, function: Any) -> Response:
     page = page_of(parameters, 20, _MOST_LISTED)._replace(most_bytes=exchange.gate.settings.max_body_bytes)
     path_id = exchange.path_params["id"]
     return listing(*await read(exchange, store_of(exchange), function, path_id, page, param="after"))
-
-
-def listing(entries: Sequence[Item], has_more: bool) -> Response:
-    """Return a page of a list in the form of the API."""
-    first, last = (entries[0]["id"], entries[-1]["id"]) if entries else (None, None)
-    fields = {"object": "list", "data": entries, "first_id": first, "last_id": last, "has_more": has_more}
-    return JsonResponse(fields)
-
-
-def query(exchange: Exchange, *known: str) -> dict[str, str]:
-    """Return the query's parameters, the last value of each, and note those of ``include`` that have no effect.
-
-    Raises ApiError 400 for an unknown one.
-    """
-    parameters: dict[str, str] = {}
-    included: list[str] = []
-    for written, value in exchange.query_params.multi_items():
-        name = written.removesuffix("[]")
-        if name not in known and name != "model":
-            raise ApiError(
-                400, f"the query has an unknown field: {quoted(name)}{did_you_mean(name, known)}", name
-            )
-        parameters[name] = value
-        included += [value] if name == "include" else []
-    exchange.note_unused(tuple(f"include.{name}" for name in check_include(included)))
-    return parameters
-
-
-def page_of(parameters: Mapping[str, str], default: int, most: int) -> Page:
-    """Return which entries of a list are wanted; ``default``, ``most``: of ``limit``. Raises ApiError 400."""
-    order = parameters.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"order is {quoted(order)}; it may be asc or desc", "order")
-    text = parameters.get("limit", str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= most:
-        raise ApiError(400, f"limit is {quoted(text)}; it must be from 1 to {most}", "limit")
-    if "before" in parameters:
-        raise ApiError(400, "before is not supported: turn the order around, and give after", "before")
-    return Page(order == "asc", parameters.get("after"), int(text))
 
 
 async def _checked(exchange: Exchange, items: list[Item]) -> list[Item]:

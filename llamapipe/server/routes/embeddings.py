@@ -23,11 +23,13 @@ from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, code_of
 from llamapipe.server.requests.generation import (
     AnyPrompt,
-    Prompt,
-    given_prompts,
-    mixed_tokens,
-    n_prompts,
     plain_prompts,
+)
+from llamapipe.server.requests.vectors import (
+    embed_texts,
+    refuse_long_text,
+    refuse_many,
+    vectors_of,
 )
 from llamapipe.work.long_work import size_of
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 
 _AS_GIVEN = "scores are as the model gives them"
-_MANY = 1024  # texts or tokens; with more of them the event loop is kept free
 _MOST_P = 1024  # of a norm, which is then close to the largest number
 _FEW = 64  # vectors are written on it
 _PAIRS = 64  # of texts, each with its own query, that are scored at the same time
@@ -150,7 +151,7 @@ async def embeddings(exchange: Exchange, request: EmbeddingRequest) -> Response:
     if request.input == []:
         raise ApiError(400, "input is empty; give at least one text", "input")
     p = _checked_norm(request.embd_normalize)
-    vectors, n_tokens = await embedded(
+    vectors, n_tokens = await embed_texts(
         exchange,
         embedder,
         "input",
@@ -184,7 +185,9 @@ async def llama_embedding(exchange: Exchange, request: LlamaEmbeddingRequest) ->
     if request.input is not None and request.content is not None:
         raise ApiError(400, "content and input are the same; give one", "input")
     p = _checked_norm(request.embd_normalize)
-    vectors, _ = await embedded(exchange, embedder, name, plain_prompts(texts), None, False, normalize=p == 2)
+    vectors, _ = await embed_texts(
+        exchange, embedder, name, plain_prompts(texts), None, False, normalize=p == 2
+    )
     vectors = _scaled(vectors, p)
 
     def answer() -> Response:
@@ -211,7 +214,7 @@ def _checked_norm(p: int | None) -> int:
 def _scaled(vectors: npt.NDArray[np.float32], p: int) -> npt.NDArray[np.float32]:
     """Return the vectors divided by their p-norm; with 0, scaled to numbers of at most 32,760, as in llama-server.
 
-    Vectors are not changed with -1, and with 2, for which ``embedded`` normalizes them.
+    Vectors are not changed with -1, and with 2, for which ``embed`` normalizes them.
     """
     if p in (-1, 2):
         return vectors
@@ -222,72 +225,6 @@ def _scaled(vectors: npt.NDArray[np.float32], p: int) -> npt.NDArray[np.float32]
     return scaled
 
 
-async def embedded(
-    exchange: Exchange,
-    embedder: Embedder,
-    name: str,
-    texts: Any,
-    dimensions: int | None,
-    truncate: bool,
-    normalize: bool = True,
-) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the vectors of texts, and their total number of tokens. Raises ApiError 400.
-
-    ``name``: the field that holds the texts. ``dimensions``: the length to which the vectors are cut.
-    """
-    n = embedder.n_embd
-    wanted = n if dimensions is None else dimensions
-    if not 1 <= wanted <= n:
-        raise ApiError(400, f"dimensions is {wanted}; this model has {n}", "dimensions")
-    if embedder.pooling in ("none", "rank"):
-        raise ApiError(
-            400, f"this model has pooling {embedder.pooling!r}; it has no single vector for a text", "model"
-        )
-
-    _refuse_many(exchange, name, n_prompts(texts))
-
-    def checked_size() -> int:
-        _refuse_long(exchange, name, texts)
-        return size_of(texts)
-
-    in_thread = exchange.server.in_thread
-    size = checked_size() if isinstance(texts, str) or len(texts) < _MANY else await in_thread(checked_size)
-    try:
-        tokens = await in_thread(_tokens, embedder, texts, truncate, size=size)
-        vectors = await _vectors(embedder, tokens, normalize and wanted == n)
-    except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), name, code_of(e)) from None
-    if wanted < n:
-        vectors = vectors[:, :wanted]
-        if normalize:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    n_tokens = sum(map(len, tokens))
-    exchange.count(n_tokens, 0)
-    return vectors, n_tokens
-
-
-def _tokens(embedder: Embedder, texts: Prompt, truncate: bool) -> list[list[int]]:
-    """Return the tokens of each text. Raises as ``Embedder.embed`` does."""
-    items = given_prompts(texts)
-    is_single = isinstance(texts, str) or items[0] is texts
-    plain = [
-        item
-        if isinstance(item, str)
-        else mixed_tokens(embedder.model.vocab, "the text" if is_single else f"text {i}", item)
-        for i, item in enumerate(items)
-    ]
-    return embedder.tokens(plain[0] if is_single else plain, truncate=truncate)
-
-
-async def _vectors(embedder: Embedder, tokens: list[list[int]], normalize: bool) -> npt.NDArray[np.float32]:
-    """Return a row for each text. Computes the rows in parts, so that the event loop can serve others in between."""
-    parts = [
-        np.asarray(await embedder.aembed(tokens[i : i + _MANY], normalize=normalize))
-        for i in range(0, len(tokens), _MANY)
-    ]
-    return np.concatenate(parts)
-
-
 async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
     """Rank documents for a query."""
     embedder, model = exchange.server.check_embedder(request.model)
@@ -296,10 +233,10 @@ async def rerank(exchange: Exchange, request: RerankRequest) -> Response:
         raise ApiError(400, "missing required field: documents", "documents", "missing_field")
     if request.texts is not None and request.documents is not None:
         raise ApiError(400, "texts and documents are the same; give one", "texts")
-    _refuse_many(exchange, name, len(passages))
+    refuse_many(exchange, name, len(passages))
     documents = [_text(document, i) for i, document in enumerate(passages)]
-    _refuse_long(exchange, "query", request.query)
-    _refuse_long(exchange, name, documents)
+    refuse_long_text(exchange, "query", request.query)
+    refuse_long_text(exchange, name, documents)
     if request.top_n is not None and request.top_n < 0:
         raise ApiError(400, f"top_n is {request.top_n}; it must be 1 or more, or 0 for all", "top_n")
     top_n = request.top_n or None
@@ -338,10 +275,10 @@ async def score(exchange: Exchange, request: ScoreRequest) -> Response:
             f"there are {len(first)} first texts and {len(second)} second ones; give one for all, or one for each",
             "text_1",
         )
-    _refuse_many(exchange, "text_1", len(first))
-    _refuse_many(exchange, "text_2", len(second))
-    _refuse_long(exchange, "text_1", first)
-    _refuse_long(exchange, "text_2", second)
+    refuse_many(exchange, "text_1", len(first))
+    refuse_many(exchange, "text_2", len(second))
+    refuse_long_text(exchange, "text_1", first)
+    refuse_long_text(exchange, "text_2", second)
     try:
         if embedder.pooling == "rank":
             scores, n_tokens = await _ranks(embedder, first, second, _truncates(request))
@@ -398,7 +335,7 @@ async def _cosines(
     tokens = await exchange.server.in_thread(
         partial(embedder.tokens, truncate=truncate), texts, size=size_of(texts)
     )
-    rows = await _vectors(embedder, tokens, True)
+    rows = await vectors_of(embedder, tokens, True)
     scores = (rows[: len(first)] * rows[len(first) :]).sum(axis=1)
     return [float(score) for score in scores], sum(map(len, tokens))
 
@@ -410,32 +347,6 @@ def _text(document: str | dict[str, str], index: int) -> str:
     if text is None or len(document) > 1:
         raise ApiError(400, f"documents.{index} must be text or an object with text", f"documents.{index}")
     return text
-
-
-def _refuse_many(exchange: Exchange, name: str, n: int) -> None:
-    most = exchange.server.settings.max_messages
-    if n > most:
-        raise ApiError(
-            400,
-            f"{name} has {n} texts; the limit of this server is {most} (--max-messages): send several requests",
-            name,
-        )
-
-
-def _refuse_long(exchange: Exchange, name: str, texts: Any) -> None:
-    """Raise ApiError 400 for a text that is longer than the server allows, before it is tokenized."""
-    most = exchange.server.settings.max_text_characters
-    for text in [texts] if isinstance(texts, str) else texts:
-        n = len(text) if isinstance(text, str) else 0
-        if isinstance(text, list) and str in set(map(type, text)):
-            n = sum(len(part) for part in text if isinstance(part, str))
-        if n > most:
-            raise ApiError(
-                400,
-                f"{name}: a text has {n} characters; the limit of this server is {most} "
-                "(--max-text-characters): split it",
-                name,
-            )
 
 
 def _base64(row: npt.NDArray[np.float32]) -> str:

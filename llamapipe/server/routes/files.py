@@ -17,10 +17,10 @@ from llamapipe.server._background import wake
 from llamapipe.server._batches import ENDPOINTS
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
+from llamapipe.server.requests.forms import form_of
 from llamapipe.server.requests.kept import NO_STORE, read, write
 from llamapipe.server.requests.limits import check_metadata
-from llamapipe.server.routes.conversations import listing, page_of, query
-from llamapipe.server.routes.transcriptions import form_of
+from llamapipe.server.requests.listing import listing, page_of, query
 from llamapipe.server.store.files import Files
 
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")

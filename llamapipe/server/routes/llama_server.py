@@ -48,8 +48,8 @@ from llamapipe.server.requests.sampling import (
     shown_slot,
     slot_name,
 )
+from llamapipe.server.requests.text_options import check_params, token_limit
 from llamapipe.server.requests.time_limit import check_time_limit
-from llamapipe.server.routes.completions import check_params, token_limit
 from llamapipe.server.state import ServerState
 
 

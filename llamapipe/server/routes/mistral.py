@@ -18,7 +18,7 @@ from llamapipe.server.errors import ApiError
 from llamapipe.server.requests.generation import fim_prompt_of
 from llamapipe.server.requests.job import TextJob, encode_stream, record_counts
 from llamapipe.server.requests.sampling import Sampling, take_random_seed
-from llamapipe.server.routes.completions import check_params, token_limit
+from llamapipe.server.requests.text_options import check_params, token_limit
 
 
 class FimRequest(Sampling, kw_only=True):

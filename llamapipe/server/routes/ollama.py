@@ -10,19 +10,10 @@ Answers are always read from the engine as a stream, and joined for a client tha
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from difflib import get_close_matches
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -31,11 +22,9 @@ from llamapipe._messages import quoted
 from llamapipe.arguments import check_tokens
 from llamapipe.chat.options import ChatOptions
 from llamapipe.embedding import Embedder
-from llamapipe.llama.adapter import Adapter, ControlVector
 from llamapipe.llama.fim import FimText, fim_room
-from llamapipe.ollama_models import StoredModel, names_of
 from llamapipe.params import SamplingParams
-from llamapipe.server._fields import Lenient, Only, Unused
+from llamapipe.server._fields import Only, Unused
 from llamapipe.server._tools import check_functions
 from llamapipe.server.dialects.ollama import OllamaEncoder, empty_part, nanoseconds
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
@@ -44,207 +33,25 @@ from llamapipe.server.requests.generation import ChatJob, fim_prompt_of, prompts
 from llamapipe.server.requests.job import Job, Part, TextJob, encode_stream, join
 from llamapipe.server.requests.limits import CHAT_TOP, check_n_messages, check_top
 from llamapipe.server.requests.media import PlacedPart
-from llamapipe.server.requests.sampling import FROM_TABLE, Formats, Sampling, Tokenize
-from llamapipe.server.routes.completions import token_limit
-from llamapipe.server.routes.embeddings import embedded
+from llamapipe.server.requests.ollama_models import (
+    KeepAlive,
+    OllamaRequest,
+    Options,
+    adapter_of,
+    check_chat_model,
+    check_duration,
+    is_named,
+    modelfile_for,
+)
+from llamapipe.server.requests.vectors import embed_texts
 from llamapipe.server.state import ServerState
 
-_LATEST = ":latest"
-_log = logging.getLogger("llamapipe.server")
 _NO_IMAGES = "this server makes no images"
-_DURATION = re.compile(r"[-+]?(0|((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
-_MOST_KEPT_S = 1e8
 _Format = Literal["", "json"] | dict[str, Any]
 _Think = bool | Literal["", "low", "medium", "high", "max"]
-_KeepAlive = int | float | str
 
 
 # ---- requests
-if TYPE_CHECKING:
-
-    class _Table(Formats, kw_only=True):
-        """The options of the table."""
-
-else:
-    _Table = msgspec.defstruct(
-        "_Table", FROM_TABLE, bases=(Formats,), module=__name__, kw_only=True, forbid_unknown_fields=True
-    )
-
-
-class Options(_Table, Lenient, kw_only=True):
-    """The field ``options``: all options of the table, and Ollama's options.
-
-    As in Ollama, numbers may have any type that can hold one, and are clamped to their range.
-    """
-
-    n: Annotated[int | None, Only(1, instead="an answer of this API is one")] = None
-    num_predict: int | None = None
-    # Options for loading a model in Ollama; some clients write these numbers with a decimal point.
-    num_ctx: Annotated[float | None, Unused()] = None
-    num_batch: Annotated[float | None, Unused()] = None
-    num_gpu: Annotated[float | None, Unused()] = None
-    main_gpu: Annotated[float | None, Unused()] = None
-    num_thread: Annotated[float | None, Unused()] = None
-    num_keep: Annotated[float | None, Unused()] = None
-    use_mmap: Annotated[bool | None, Unused()] = None
-    use_mlock: Annotated[bool | None, Unused()] = None
-    draft_num_predict: Annotated[float | None, Unused()] = None
-    # Options that Ollama's clients still send, although its server no longer has them.
-    embedding_only: Annotated[bool | None, Unused(False)] = None
-    f16_kv: Annotated[bool | None, Unused()] = None
-    logits_all: Annotated[bool | None, Unused(False)] = None
-    low_vram: Annotated[bool | None, Unused(False)] = None
-    num_gqa: Annotated[float | None, Unused()] = None
-    numa: Annotated[bool | None, Unused(False)] = None
-    penalize_newline: Annotated[bool | None, Unused()] = None
-    rope_frequency_base: Annotated[float | None, Unused()] = None
-    rope_frequency_scale: Annotated[float | None, Unused()] = None
-    tfs_z: Annotated[float | None, Unused(1.0, 1)] = None
-    vocab_only: Annotated[bool | None, Unused(False)] = None
-    # A field of Open WebUI, which Ollama does not read either: Ollama's field is `think`.
-    reasoning_effort: Annotated[str | None, Unused()] = None
-
-    def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
-        """Return the options as ``SamplingParams``, with Ollama's defaults. Raises ApiError 400."""
-        tokenize = partial(state.engine.model.vocab.tokenize, add_special=False)
-        return self.params_with(state.settings.sampling or {}, tokenize, **more)
-
-    def params_with(self, defaults: Mapping[str, Any], tokenize: Tokenize, **more: Any) -> SamplingParams:
-        """Return the options as ``SamplingParams``, like ``sampling``.
-
-        ``defaults``: the operator's options. ``tokenize``: tokenizes the keys of ``logit_bias``.
-        """
-        values = {
-            name: defaults.get(name, value)
-            for name, value in _DEFAULTS.items()
-            if getattr(self, name) is None
-        }
-        for name in ("temperature", "top_k"):
-            if (number := getattr(self, name)) is not None:
-                values[name] = max(number, 0)
-        for name in ("top_p", "min_p"):
-            if (share := getattr(self, name)) is not None:
-                values[name] = min(max(share, 0.0), 1.0)
-        asked = None if self.num_predict is None else max(self.num_predict, -1)
-        limit = token_limit(**{"options.num_predict": asked})
-        values["max_tokens"] = None if limit is None else max(limit, 1)
-        sampling = Sampling(**{name: getattr(self, name) for name in _Table.__struct_fields__})
-        if sampling.stop is not None:
-            sampling.stop = [
-                text
-                for text in ([sampling.stop] if isinstance(sampling.stop, str) else sampling.stop)
-                if text
-            ]
-        return sampling.params_with(defaults, tokenize, **values, **more)
-
-    @classmethod
-    def accept_fields(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the options with numbers and texts converted to their types. Unknown options have no effect."""
-        kinds = {field.name: field.type for field in msgspec.structs.fields(cls)}
-        unread = _unread(fields, kinds)
-        return {
-            name: _as(kinds.get(name, Any), value) for name, value in fields.items() if name not in unread
-        }, unread
-
-
-def _as(kind: Any, value: Any) -> Any:
-    """Return a value converted to a type if possible, else unchanged."""
-    whole = int(value) if isinstance(value, float) and math.isfinite(value) else value
-    for candidate in (value, whole):
-        with suppress(msgspec.ValidationError):
-            return msgspec.convert(candidate, kind, strict=False)
-    return value
-
-
-_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
-
-
-class Modelfile(NamedTuple):
-    """The settings that Ollama's store has for a name, in addition to the model's file."""
-
-    options: Options
-    system: str
-    license: str
-    parameters: str
-    digest: str
-
-
-NO_MODELFILE = Modelfile(Options(), "", "", "", "")
-
-
-_MODELFILES: WeakKeyDictionary[ServerState, Mapping[str, Modelfile]] = WeakKeyDictionary()
-
-
-def read_modelfiles(state: ServerState) -> None:
-    """Read the Modelfiles that Ollama's store has for a server's model. Call it before the server starts."""
-    if state.has_engine:
-        _MODELFILES[state] = modelfiles(state.engine.model.path)
-
-
-def modelfiles(path: Path) -> dict[str, Modelfile]:
-    """Return the Modelfiles of a model's file, by name; none for a file that is not in Ollama's store."""
-    return {stored.name: _modelfile(stored) for stored in names_of(path)}
-
-
-def _modelfile(stored: StoredModel) -> Modelfile:
-    stored_parameters = stored.parameters
-    known = {name: value for name, value in stored_parameters.items() if name in Options.__struct_fields__}
-    try:
-        options = msgspec.convert(known, Options)
-        options.params_with({}, lambda _: [])
-    except (msgspec.ValidationError, ApiError) as e:
-        _log.warning("the parameters of %s in Ollama's store are not used: %s", stored.name, e)
-        options = Options()
-    values = [
-        (name, value)
-        for name, several in stored_parameters.items()
-        for value in (several if isinstance(several, list) else [several])
-    ]
-    parameters = "\n".join(f"{name} {json.dumps(value)}" for name, value in values)
-    return Modelfile(options, stored.text("system"), stored.text("license"), parameters, stored.digest)
-
-
-def modelfile_of(files: Mapping[str, Modelfile], *names: str) -> Modelfile:
-    """Return the Modelfile of the first of these names that has one, else an empty Modelfile."""
-    for wanted in names:
-        for known, modelfile in files.items():
-            if is_named(wanted, known):
-                return modelfile
-    return NO_MODELFILE
-
-
-def modelfile_for(state: ServerState, name: str) -> Modelfile:
-    """Return the Modelfile of a name; if it has none, that of the name with which the model was loaded."""
-    return modelfile_of(_MODELFILES.get(state, {}), name, state.engine.model.name)
-
-
-class OllamaRequest(Lenient, kw_only=True):
-    """The base of requests that accept what Ollama accepts: Ollama ignores unknown fields."""
-
-    @classmethod
-    def accept_fields(cls, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of this route. Unknown fields have no effect, but fields of other routes are refused."""
-        unread = _unread(fields, (*cls.__struct_fields__, *_OF_ROUTES))
-        return {name: value for name, value in fields.items() if name not in unread}, unread
-
-
-_LIKE_A_NAME = 0.8  # difflib's ratio
-
-
-def _unread(names_there: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the unknown names that resemble no known name. Others are probably misspelt, and are refused."""
-    names = list(known)
-    return [
-        name
-        for name in names_there
-        if name not in names
-        and not (len(name) <= _MOST_OF_NAME and get_close_matches(name, names, 1, _LIKE_A_NAME))
-    ]
-
-
-_MOST_OF_NAME = 64  # characters; to compare longer names takes too long
-# Fields on which the answer of a route depends, if the route has them.
-_OF_ROUTES = ("context", "images", "input", "messages", "prompt", "raw", "suffix", "system", "template")
 
 
 class Generates(OllamaRequest, kw_only=True):
@@ -255,7 +62,7 @@ class Generates(OllamaRequest, kw_only=True):
     options: Options | None = None
     format: _Format | None = None
     think: _Think | None = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
+    keep_alive: Annotated[KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     truncate: bool | None = None
@@ -266,7 +73,7 @@ class Generates(OllamaRequest, kw_only=True):
 
     def sampling(self, state: ServerState, **more: Any) -> SamplingParams:
         """Return the options as ``SamplingParams``. Raises ApiError 400."""
-        _check_duration(self.keep_alive)
+        check_duration(self.keep_alive)
         n_top = check_top("top_logprobs", self.top_logprobs or 0, CHAT_TOP)
         if self.logprobs:
             more["logprobs"] = n_top
@@ -325,7 +132,7 @@ class EmbedRequest(OllamaRequest, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
+    keep_alive: Annotated[KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 class OldEmbedRequest(OllamaRequest, kw_only=True):
@@ -334,62 +141,10 @@ class OldEmbedRequest(OllamaRequest, kw_only=True):
     model: str
     prompt: str = ""
     options: Annotated[Options | None, Unused()] = None
-    keep_alive: Annotated[_KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
-
-
-def _check_duration(keep_alive: _KeepAlive | None) -> None:
-    if isinstance(keep_alive, str) and keep_alive and not _DURATION.fullmatch(keep_alive):
-        raise ApiError(
-            400,
-            f'keep_alive is {quoted(keep_alive)}; give seconds, or a duration such as "5m" or "1h30m"',
-            "keep_alive",
-        )
-
-
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", re.ASCII)
-
-
-def kept_s(keep_alive: object) -> float | None:
-    """Return the seconds of ``keep_alive``; None: forever. Raises ApiError 400."""
-    if isinstance(keep_alive, bool) or not isinstance(keep_alive, int | float | str):
-        raise ApiError(400, "keep_alive must be seconds or a duration", "keep_alive")
-    if isinstance(keep_alive, str):
-        _check_duration(keep_alive)
-        seconds = sum(float(n) * _UNITS_S[unit] for n, unit in _PART.findall(keep_alive))
-        seconds = -seconds if keep_alive.startswith("-") else seconds
-    else:
-        seconds = float(min(max(keep_alive, -1), _MOST_KEPT_S))  # integers may be too large for a float
-    return seconds if 0 <= seconds < _MOST_KEPT_S else None
+    keep_alive: Annotated[KeepAlive | None, Unused(-1, -1.0, "-1s", "-1m", "")] = None
 
 
 # ---- names
-def is_named(name: str, *known: str) -> bool:
-    """Return whether a name is one of the known names, with or without ``:latest``."""
-    return name.removesuffix(_LATEST) in [other.removesuffix(_LATEST) for other in known]
-
-
-def full_name(name: str) -> str:
-    """Return a name with its tag, ``:latest`` by default, as in Ollama's lists."""
-    return name if ":" in name.rpartition("/")[2] else name + _LATEST
-
-
-def check_chat_model(state: ServerState, name: str) -> None:
-    """Raise ApiError 404 for a model that is not served, 400 for one that does not generate."""
-    if is_named(name, *state.chat_names, *state.adapter_names):
-        return
-    if state.embedder is not None and is_named(name, *state.embedding_names):
-        raise ApiError(
-            400, f"the model {quoted(name)} embeds texts; it does not generate any", "model", "model_kind"
-        )
-    state.check_model(name)
-
-
-def adapter_of(state: ServerState, name: str) -> Adapter | ControlVector | None:
-    """Return the adapter with this name; None if it is the name of a model."""
-    if is_named(name, *state.chat_names):
-        return None
-    return next((adapter for adapter in state.adapters if is_named(name, adapter.name)), None)
 
 
 def _embedder(state: ServerState, name: str) -> Embedder:
@@ -619,12 +374,12 @@ async def _text(exchange: Exchange, request: GenerateRequest, text: str, before:
 async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
     """``POST /api/embed``: returns vectors of length 1."""
     embedder = _embedder(exchange.server, request.model)
-    _check_duration(request.keep_alive)
+    check_duration(request.keep_alive)
     texts = [request.input] if isinstance(request.input, str) else request.input
     if texts in ([], [""]):
         rows, n_tokens = [], 0
     else:
-        vectors, n_tokens = await embedded(
+        vectors, n_tokens = await embed_texts(
             exchange, embedder, "input", texts, request.dimensions or None, request.truncate is not False
         )
         rows = vectors.tolist()
@@ -642,10 +397,10 @@ async def embed(exchange: Exchange, request: EmbedRequest) -> Response:
 async def old_embeddings(exchange: Exchange, request: OldEmbedRequest) -> Response:
     """``POST /api/embeddings``: returns the vector of one text, not normalized."""
     embedder = _embedder(exchange.server, request.model)
-    _check_duration(request.keep_alive)
+    check_duration(request.keep_alive)
     if not request.prompt:
         return JsonResponse({"embedding": []})
-    vectors, _ = await embedded(
+    vectors, _ = await embed_texts(
         exchange, embedder, "prompt", [request.prompt], None, truncate=True, normalize=False
     )
     return JsonResponse({"embedding": vectors[0].tolist()})

@@ -11,7 +11,7 @@ import json
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 import llamapipe
 from llamapipe.embedding import Embedder
@@ -22,7 +22,7 @@ from llamapipe.server._fields import Only, Unused
 from llamapipe.server.dialects.ollama import date_of
 from llamapipe.server.endpoint import Exchange, JsonResponse
 from llamapipe.server.errors import ApiError
-from llamapipe.server.routes.ollama import (
+from llamapipe.server.requests.ollama_models import (
     NO_MODELFILE,
     Modelfile,
     OllamaRequest,
@@ -31,7 +31,6 @@ from llamapipe.server.routes.ollama import (
     is_named,
     modelfile_for,
 )
-from llamapipe.server.routes.page import page
 from llamapipe.server.state import ServerState
 
 # The version of Ollama's API that this server offers. Clients ask for it before they use newer fields.
@@ -48,13 +47,6 @@ class ShowRequest(OllamaRequest, kw_only=True):
     system: Annotated[str | None, Only("")] = None
     template: Annotated[str | None, Only("")] = None
     options: Annotated[dict[str, Any] | None, Only({})] = None
-
-
-async def root(exchange: Exchange) -> Response:
-    """``GET /``: returns the text by which clients recognize Ollama, or for browsers the server's page, if any."""
-    if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
-        return await page(exchange)
-    return PlainTextResponse("Ollama is running")
 
 
 async def version(exchange: Exchange) -> Response:

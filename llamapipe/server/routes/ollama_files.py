@@ -22,12 +22,12 @@ from llamapipe._messages import quoted
 from llamapipe.errors import ModelLoadError
 from llamapipe.ollama_models import find_stored
 from llamapipe.server._fields import Only, Unused
-from llamapipe.server._guard import listens_on_loopback
 from llamapipe.server.endpoint import Exchange, JsonResponse, LineStream
 from llamapipe.server.errors import ApiError, no_model
 from llamapipe.server.gate import Gate
 from llamapipe.server.json_bytes import line
-from llamapipe.server.routes.ollama import adapter_of, check_chat_model, is_named
+from llamapipe.server.requests.ollama_models import adapter_of, check_chat_model, is_named
+from llamapipe.server.requests.permissions import check_allowed
 from llamapipe.server.state import ServerState
 
 _MOST_PULLS = 2  # downloads at once
@@ -70,19 +70,6 @@ def named(request: PullRequest | DeleteRequest) -> str:
 
 def _is_served(state: ServerState, name: str) -> bool:
     return is_named(name, *state.all_names)
-
-
-def check_allowed(exchange: Exchange, is_allowed: bool, option: str) -> None:
-    """Raise ApiError 403 unless the operator allows the request with ``option``."""
-    if not is_allowed:
-        raise ApiError(403, f"this server does not allow it; start it with {option}", code="not_allowed")
-    gate: Gate = exchange.server
-    if not gate.settings.api_keys and not listens_on_loopback(gate, exchange.scope):
-        raise ApiError(
-            403,
-            f"{option} needs an API key where other machines reach the server (--api-key-file)",
-            code="not_allowed",
-        )
 
 
 def reference_of(name: str) -> hub.Reference:

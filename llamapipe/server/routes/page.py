@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from importlib.resources import files
 
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from llamapipe._messages import quoted
 from llamapipe.server.endpoint import Exchange, JsonResponse
@@ -36,6 +36,13 @@ _HEADERS = {
 async def page(exchange: Exchange) -> Response:
     """``GET /``."""
     return _file("index.html")
+
+
+async def page_or_name(exchange: Exchange) -> Response:
+    """``GET /``: returns the text by which clients recognize Ollama, or for browsers the server's page, if any."""
+    if exchange.gate.settings.page and "text/html" in exchange.headers.get("accept", ""):
+        return await page(exchange)
+    return PlainTextResponse("Ollama is running")
 
 
 async def page_file(exchange: Exchange) -> Response:

@@ -31,8 +31,8 @@ from llamapipe.cache_file import open_private
 from llamapipe.errors import InvalidRequestError
 from llamapipe.server.endpoint import Download, Exchange, JsonResponse
 from llamapipe.server.errors import ApiError, as_sent
+from llamapipe.server.requests.forms import form_parts
 from llamapipe.server.requests.sampling import shown_slot, slot_name
-from llamapipe.server.routes.transcriptions import form_parts
 from llamapipe.work.tenant import tenant
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from llamapipe.server.requests.generation import (
     with_system,
 )
 from llamapipe.server.requests.limits import check_n_messages, refuse_long
-from llamapipe.server.routes.chat import continued_part, engine_messages
+from llamapipe.server.requests.openai_messages import continued_part, engine_messages
 from llamapipe.server.state import ServerState
 
 

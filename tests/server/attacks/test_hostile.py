@@ -25,8 +25,8 @@ from llamapipe.chat.tools import MAX_TOOLS, allowed_tools, check_tools
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server._tools import tools_of
 from llamapipe.server.endpoint import MAX_DEPTH, MAX_VALUES, problem_of
+from llamapipe.server.requests.items import messages_of
 from llamapipe.server.routes.chat import ChatRequest
-from llamapipe.server.routes.responses import messages_of
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 

@@ -23,7 +23,7 @@ from support.media_models import ultravox_projector
 import llamapipe as lp
 from llamapipe.server import ServerSettings, serve
 from llamapipe.server.errors import ApiError
-from llamapipe.server.routes.transcriptions import form_parts
+from llamapipe.server.requests.forms import form_parts
 
 TYPE = "multipart/form-data; boundary=xYz"
 

@@ -362,6 +362,14 @@ def test_a_type_beside_references_is_not_ignored(demo: lp.Model, name: str) -> N
     check_values(demo, {"type": ["array", "null"], "anyOf": options, "$defs": definitions}, _LARGE_VALUES)
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_name_of_a_definition_may_end_like_a_type(demo: lp.Model, step: int) -> None:
+    """The definition "a", narrowed to strings, is not the definition "a string"."""
+    definitions = {"a": {"type": ["string", "integer"], "maximum": LARGE}, "a string": {"const": LARGE}}
+    options = [{"type": "string", "anyOf": [{"$ref": "#/$defs/a"}]}, {"$ref": "#/$defs/a string"}]
+    check_values(demo, {"anyOf": options[::step], "$defs": definitions}, _LARGE_VALUES)
+
+
 _LARGE_VALUES: list[Any] = [
     None,
     True,

@@ -454,6 +454,22 @@ def test_references_to_what_allows_nothing_are_left_out(demo: lp.Model, nothing:
     assert accepts(demo, compile_guide(demo, lark=inside).new(), '"a"')
 
 
+@pytest.mark.parametrize("nothing", _NOTHING, ids=lambda nothing: json.dumps(nothing)[:40])
+@pytest.mark.parametrize("other", [{"type": "string"}, {"type": "integer", "minimum": LARGE}])
+def test_what_refers_to_nothing_may_allow_something(demo: lp.Model, nothing: Any, other: Any) -> None:
+    """An empty array or object, whether the alternatives are written here or not."""
+    definitions = {
+        "n": nothing,
+        "list": {"type": "array", "items": _N},
+        "object": {"type": "object", "properties": {"a": _N, "b": {}}},
+        "lists": {"type": "array", "items": {"$ref": "#/$defs/object"}},
+    }
+    for name in ("list", "object", "lists"):
+        for part in ({"$ref": f"#/$defs/{name}"}, definitions[name]):
+            check_values(demo, {"anyOf": [part, other], "$defs": definitions}, [*_LARGE_VALUES, [{}]])
+    check_values(demo, {**definitions["list"], "$defs": definitions}, _LARGE_VALUES)
+
+
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (1, 1), (1, 2), (2, 2), (0, 0)])
 def test_counts_of_items_and_members(demo: lp.Model, least: int, most: int) -> None:
     large = {"type": "integer", "minimum": LARGE}

@@ -404,7 +404,8 @@ class SchemaGrammar:
         if "type" in part and set(both) == set(names):
             return self._element(pointer, option)
         try:
-            return self._written(f"{origin} {' '.join(both)}", origin, {**part, "type": both})
+            # No pointer, whatever its names, begins with a type.
+            return self._written(f"{' '.join(both)} {origin}", origin, {**part, "type": both})
         except _NothingError as error:
             self._inner = pointer, error
             return None

@@ -302,6 +302,8 @@ class _Compiler:
         start = start or self._matcher(result.alone())
         if not start.is_error() or _UNSATISFIABLE not in message_of(start):
             return result, start
+        grammar = SchemaGrammar(self._without_empty_references(result.grammar), result.whitespace)
+        result = replace(result, grammar=grammar, lark=grammar.text())
         empty: dict[str, str] = {}
         until_s = thread_time() + _MAX_SEARCH_S
         for key, (pointer, part) in islice(result.grammar.plain.items(), _MAX_TRIED):
@@ -319,27 +321,50 @@ class _Compiler:
 
         llguidance leaves out alternatives and members that allow nothing, but it refuses references to such schemas.
         """
-        root = schema.grammar.root
-        if schema.lark is not None or "while processing" not in message_of(self._matcher(schema.alone())):
+        if schema.lark is not None or _IN_REFERENCE not in message_of(self._matcher(schema.alone())):
             return schema
-        shared: Node = {key: root[key] for key in ("$schema", "$id", "$defs", "definitions") if key in root}
-        until_s = thread_time() + _MAX_SEARCH_S
-        empty: dict[str, bool] = {}
-        copy = json.loads(json.dumps(root))
-        for pointer, part in [*subschemas(copy)][:_MAX_TRIED]:
-            place = resolved(copy, part.get("$ref"))
-            if place is None or not isinstance(place[1], dict) or pointer == "#" or thread_time() > until_s:
-                continue
-            if place[0] not in empty:
-                matcher = self._matcher(_bare_json_grammar({**shared, **place[1]}))
-                empty[place[0]] = matcher.is_error() and _UNSATISFIABLE in message_of(matcher)
+        root = self._without_empty_references(schema.grammar)
+        if root is schema.grammar.root:
+            return schema
+        return replace(schema, grammar=SchemaGrammar(root, schema.whitespace))
+
+    def _without_empty_references(self, grammar: SchemaGrammar) -> Node:
+        """Return the schema of ``_without_empty_definitions``: the same object if no definition is empty.
+
+        A definition that refers to an empty one may allow something without it, such as an array without items. So it
+        is looked at again when that reference is ``false``.
+        """
+        root: Node = json.loads(json.dumps(grammar.root))
+        uses: dict[str, list[tuple[Any, int | str]]] = {}  # where each definition is referred to
+        for pointer, part in [*subschemas(root)][:_MAX_TRIED]:
+            place = resolved(root, part.get("$ref"))
             above, _, name = pointer.rpartition("/")
-            if empty[place[0]] and (holder := resolved(copy, quote(above, safe="#/~$"))) is not None:
+            holder = resolved(root, quote(above, safe="#/~$"))
+            if place is not None and holder is not None and pointer != "#" and place[0] not in grammar.hard:
                 name = name.replace("~1", "/").replace("~0", "~")
-                holder[1][int(name) if isinstance(holder[1], list) else name] = False
-        if not any(empty.values()):
-            return schema
-        return replace(schema, grammar=SchemaGrammar(copy, schema.whitespace))
+                key = int(name) if isinstance(holder[1], list) else name
+                uses.setdefault(place[0], []).append((holder[1], key))
+        until_s = thread_time() + _MAX_SEARCH_S
+        empty: set[str] = set()
+        n_before = -1
+        while len(empty) > n_before:
+            n_before = len(empty)
+            for pointer in uses.keys() - empty:
+                if thread_time() < until_s and self._allows_nothing(root, pointer):
+                    empty.add(pointer)
+                    for owner, key in uses[pointer]:
+                        owner[key] = False
+        return root if empty else grammar.root
+
+    def _allows_nothing(self, root: Node, pointer: str) -> bool:
+        """Return whether a definition allows nothing, whatever the definitions that it refers to."""
+        place = resolved(root, quote(pointer, safe="#/~$"))
+        if place is None or not isinstance(place[1], dict):
+            return place is not None and place[1] is False
+        shared: Node = {key: root[key] for key in ("$schema", "$id", "$defs", "definitions") if key in root}
+        matcher = self._matcher(_bare_json_grammar({**shared, **place[1]}))
+        message = message_of(matcher) if matcher.is_error() else ""
+        return _UNSATISFIABLE in message and _IN_REFERENCE not in message
 
     def _with_rewritten_schemas(self, lark: str, leaves_out: bool = False) -> tuple[str, list[_Written]]:
         """Return the grammar of a Lark text with its schemas from ``with_options`` rewritten, and these schemas.
@@ -500,6 +525,7 @@ def _told(message: str) -> str:
 
 
 _UNSATISFIABLE = "Unsatisfiable schema"
+_IN_REFERENCE = "while processing"  # in a message about a part that another one refers to
 # Errors of llguidance about too many alternatives, or about combinations that it does not support.
 _TOO_LARGE = re.compile(
     "too large|stack level|Unable to determine|not disjoint|circular|grammar.symbols|only supported when all keys"

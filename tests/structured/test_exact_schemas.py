@@ -362,6 +362,14 @@ def test_a_type_beside_references_is_not_ignored(demo: lp.Model, name: str) -> N
     check_values(demo, {"type": ["array", "null"], "anyOf": options, "$defs": definitions}, _LARGE_VALUES)
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_name_of_a_definition_may_end_like_a_type(demo: lp.Model, step: int) -> None:
+    """The definition "a", narrowed to strings, is not the definition "a string"."""
+    definitions = {"a": {"type": ["string", "integer"], "maximum": LARGE}, "a string": {"const": LARGE}}
+    options = [{"type": "string", "anyOf": [{"$ref": "#/$defs/a"}]}, {"$ref": "#/$defs/a string"}]
+    check_values(demo, {"anyOf": options[::step], "$defs": definitions}, _LARGE_VALUES)
+
+
 _LARGE_VALUES: list[Any] = [
     None,
     True,
@@ -444,6 +452,22 @@ def test_references_to_what_allows_nothing_are_left_out(demo: lp.Model, nothing:
         check_values(demo, {**schema, "$defs": definitions}, _LARGE_VALUES)
     inside = f"start: {json_value({**schema, '$defs': definitions})}"
     assert accepts(demo, compile_guide(demo, lark=inside).new(), '"a"')
+
+
+@pytest.mark.parametrize("nothing", _NOTHING, ids=lambda nothing: json.dumps(nothing)[:40])
+@pytest.mark.parametrize("other", [{"type": "string"}, {"type": "integer", "minimum": LARGE}])
+def test_what_refers_to_nothing_may_allow_something(demo: lp.Model, nothing: Any, other: Any) -> None:
+    """An empty array or object, whether the alternatives are written here or not."""
+    definitions = {
+        "n": nothing,
+        "list": {"type": "array", "items": _N},
+        "object": {"type": "object", "properties": {"a": _N, "b": {}}},
+        "lists": {"type": "array", "items": {"$ref": "#/$defs/object"}},
+    }
+    for name in ("list", "object", "lists"):
+        for part in ({"$ref": f"#/$defs/{name}"}, definitions[name]):
+            check_values(demo, {"anyOf": [part, other], "$defs": definitions}, [*_LARGE_VALUES, [{}]])
+    check_values(demo, {**definitions["list"], "$defs": definitions}, _LARGE_VALUES)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (1, 1), (1, 2), (2, 2), (0, 0)])

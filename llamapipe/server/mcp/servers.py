@@ -1,6 +1,6 @@
 """MCP servers, as child processes or at addresses: the tools that they list, and calls of these tools.
 
-Open it to change how an MCP server is found, called and replaced; ``_mcp_stdio`` and ``_mcp_http`` carry the messages.
+Open it to change how an MCP server is found, called and replaced; ``_stdio.py`` and ``_http.py`` carry the messages.
 
 A server is somebody else's program: it may be slow, hang, die, or write without end, and this must affect only calls of
 that server. So all servers are used on the event loop of a separate thread, and their messages are limited before they

@@ -60,6 +60,10 @@ async def tokenized(
         tokens = vocab.tokenize(text, add_special, parse_special)
     else:
         tokens = await state.in_thread(vocab.tokenize, text, add_special, parse_special, size=len(text))
+    return _with_one_bos(vocab, tokens)
+
+
+def _with_one_bos(vocab: Vocab, tokens: list[int]) -> list[int]:
     return tokens[1:] if vocab.bos is not None and tokens[:2] == [vocab.bos] * 2 else tokens
 
 
@@ -167,17 +171,25 @@ async def _mixed(
 
     Special tokens are added if the prompt begins with a text. Raises ValueError.
     """
-    if set(map(type, parts)) == {int}:
+    types = set(map(type, parts))
+    if types == {int}:
         return parts  # type: ignore[return-value]
-    tokens: list[int] = []
-    for index, part in enumerate(parts):
-        if isinstance(part, int):
-            tokens.append(part)
-        elif isinstance(part, str):
-            tokens += await tokenized(state, part, add_special and not index, parse_special)
-        else:
-            raise ValueError("a prompt that has token ids may also have texts, but no lists")
-    return tokens
+    if list in types:
+        raise ValueError("a prompt that has token ids may also have texts, but no lists")
+    vocab = state.engine.model.vocab
+
+    def tokens() -> list[int]:
+        refuse_long(state, "text", sum(len(part) for part in parts if isinstance(part, str)))
+        mixed: list[int] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                mixed.append(part)
+            else:
+                text = vocab.tokenize(part, add_special and not index, parse_special)
+                mixed += text if index else _with_one_bos(vocab, text)
+        return mixed
+
+    return await state.in_thread(tokens, size=size_of(parts))  # many short texts take as long as a long one
 
 
 def mixed_tokens(

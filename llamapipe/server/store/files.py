@@ -1,6 +1,6 @@
 """Clients' files and batches, in a SQLite file next to the file of stored answers.
 
-Open it to change what is stored of a batch, or how much a client may store. ``_file_routes.py`` has the routes, and
+Open it to change what is stored of a batch, or how much a client may store. ``routes/files.py`` has the routes, and
 ``_batches.py`` computes batches.
 
 A file is a set of rows, its *parts*. The results of a batch go into two growing files, one for errors. Each result is a

@@ -49,6 +49,7 @@ def application(demo: lp.Model, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ("/v1/chat/completions", {"messages": [TURN], "metadata": {"x": [1] * (MANY // 3)}}),
         ("/v1/completions", {"prompt": "a" * MANY}),
         ("/v1/completions", {"prompt": [12345] * (MANY // 7)}),
+        ("/v1/completions", {"prompt": [5, *["a b " * 1000] * 3000], "truncate_prompt_tokens": 1}),
         ("/tokenize", {"content": "a" * MANY}),
         ("/tokenize", {"content": "\U0001f600" * 200_000}),
         ("/detokenize", {"tokens": [12345] * (MANY // 7)}),

@@ -112,7 +112,7 @@ def quantization_of(name: str) -> str | None:
     return split_quantization(read_name(_last(name)).stem)[1]
 
 
-def again(path: Path) -> str:
+def pull_advice(path: Path) -> str:
     """Return the advice for a cut file of the cache; empty for a file elsewhere."""
     source = source_of(path)
     if source is None:
@@ -174,7 +174,7 @@ def model_file(
                 _connect(hub)
                 sizes = _sizes(hub, repo_id, revision)
                 files = [
-                    _downloaded(hub, repo_id, name, revision, watch, sizes[name])
+                    _download(hub, repo_id, name, revision, watch, sizes[name])
                     for name in choose(sizes, filename, where)
                 ]
                 return files[0]
@@ -203,7 +203,7 @@ def model_file(
 Watch = Callable[[str, int, int], None]
 
 
-def _downloaded(
+def _download(
     hub: Any, repo_id: str, name: str, revision: str | None, watch: Watch | None, size: int
 ) -> Path:
     """Return the path of a file in the cache, which is downloaded unless it is there. Raises as the library does.

@@ -251,13 +251,13 @@ class Model(Owner):
     def _check_file(self) -> GgufInfo:
         """Check the file and return its facts. Raises ModelLoadError if llama.cpp must not read it, OSError."""
         from llamapipe.gguf.check import check_gguf
-        from llamapipe.hub import again
+        from llamapipe.hub import pull_advice
 
         with mapping_guard(self._native, self.path):
             try:
                 info = check_gguf(self.path, self._kv_overrides)
             except ModelLoadError as e:
-                advice = again(self.path) if "truncated" in str(e) else ""
+                advice = pull_advice(self.path) if "truncated" in str(e) else ""
                 raise ModelLoadError(f"{e}{advice}") from None
         if info.is_vocab_only and not self.vocab_only:
             raise ModelLoadError(

@@ -55,7 +55,7 @@ def continued_part(
 def _has_prefix(messages: Sequence[Message]) -> bool:
     """Return whether the last message has ``"prefix": true``, as in the APIs of DeepSeek and Mistral, and of LiteLLM.
 
-    Raises ApiError 400 for another value, and for one in an earlier message.
+    Raises ApiError 400 if the field is no bool, or true in an earlier message.
     """
     for i, message in enumerate(messages):
         prefix = message.get("prefix")
